@@ -95,16 +95,15 @@ def describe_data(run: Schedule) -> list[str]:
     t = run.config.training
     lines = []
     kind = "sequence" if data.sequence_packing else "document"
-    if (counts := run.loader.count_targets()) and counts.share < 1:
-        if counts.is_all and counts.without == counts.sequences:
+    if (counts := run.loader.count_targets()) is not None and (share := counts.mean() / t.seq_len) < 1:
+        if share == 0:
             raise ValueError(
-                f"no {kind} of the data has a target in {t.seq_len} tokens. Raise training.seq_len, or check that "
-                f"data.loss_mask={data.loss_mask} names the right input."
+                f"none of the first {counts.size:,} {kind}s of the data has a target in {t.seq_len} tokens. Raise "
+                f"training.seq_len, or check that data.loss_mask={data.loss_mask} names the right input."
             )
-        padding = f", {in_percent(counts.padding)} padding" * (counts.padding > 0)
-        of = "" if counts.is_all else "the first "
-        without = f"; {counts.without:,} of {of}{counts.sequences:,} {kind}s have none" * (counts.without > 0)
-        lines.append(f"targets    {in_percent(counts.share)} of positions{padding}{without}")
+        without = int((counts == 0).sum())
+        none = f", and {without:,} of them have none" if without else ""
+        lines.append(f"targets    {in_percent(share)} of positions in the first {counts.size:,} {kind}s{none}")
     if data.loss_mask is not None and run.validation and not has_targets(run.validation, t.eval_batches):
         lines.append("WARNING    no target in the batches of validation, so it gives no loss (data.loss_mask)")
     if data.mixture or any(number > 1 for number in run.passes.values()):

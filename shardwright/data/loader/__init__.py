@@ -18,7 +18,6 @@ tokenized on the fly. `prefetch` loads batches ahead of use. In a training loop 
 from shardwright.data.loader.batches import (
     Loader,
     Piece,
-    TargetCounts,
     Text,
     TokenBatch,
     batch_shapes,

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jaxtyping import Int64
 
 from shardlib.shardtypes import Array, bool_, make_shardings, pytree_dataclass, u32
 from shardwright.data.checks import check_range
 from shardwright.data.loader.order import Indices
 from shardwright.data.text.tokenizers import ByteLengths, Tokenizer
 
+TargetCounts = Int64[np.ndarray, "sequences"]
 T = TypeVar("T")
 NO_EPOCHS = "Only a single flat-tokens dataset has epochs (training.eval_epochs); give a number of steps instead."
 
@@ -59,22 +61,6 @@ class Piece:
     """Number of tokens."""
     source: str | None = None
     """The name of its source in the mixture."""
-
-
-@dataclasses.dataclass
-class TargetCounts:
-    """How many positions of a split are targets."""
-
-    share: float
-    """Share of the positions that are targets; of a mixture, by its weights."""
-    padding: float
-    """Share that is padding."""
-    sequences: int
-    """Sequences that were counted."""
-    without: int
-    """Those of them that have no target."""
-    is_all: bool
-    """True if all sequences of the split were counted, False for the first ones of each dataset."""
 
 
 class Text(NamedTuple):
@@ -204,7 +190,7 @@ class Loader:
         return {}
 
     def count_targets(self) -> TargetCounts | None:
-        """Counts the positions that are targets, of a sample if there are many; None if all are, or it is unknown."""
+        """Counts the targets of each of the first sequences; None if all positions are targets, or it is unknown."""
         return None
 
     def pieces(self, step: int) -> list[Piece]:

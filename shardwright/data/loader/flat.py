@@ -2,8 +2,6 @@
 
 import bisect
 import collections
-import copy
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,9 +19,7 @@ from shardwright.data.loader.order import BLOCK, PERIOD, Indices, Quotas, permut
 from shardwright.data.text.tokenizers import ByteLengths, byte_lengths_of_datasets
 
 MOST_COUNTED = 2**22
-"""Most positions of a dataset of which Source.count_targets reads the mask, or most documents of which the length."""
-_AT_ONCE = 2**20
-"""Of these, how many at a time."""
+"""Most positions that count_targets reads."""
 
 
 class Source:
@@ -106,25 +102,6 @@ class Source:
         if self._data.loss_mask is not None:
             loss_mask[is_token] = self.dataset.read(starts, lengths, self._data.loss_mask) != 0
         return TokenBatch(targets, is_seq_start, loss_mask, *(x if x.size else None for x in inputs))
-
-    def count_targets(self) -> TargetCounts:
-        """Counts the targets of all sequences, or of the first in the order of training if there are many."""
-        size = 1 if self._data.loss_mask is None else self._seq_len
-        most = max(1, MOST_COUNTED // size)
-        total = min(self.sequences_per_epoch, most)
-        source = copy.copy(self)
-        if is_all := total == self.sequences_per_epoch:
-            source._data = dataclasses.replace(self._data, shuffle=False)  # faster to read
-        tokens = targets = without = 0
-        for some in np.array_split(np.arange(total), -(-total * size // _AT_ONCE)):
-            _, lengths = source.spans(some)
-            masked = self._data.loss_mask is not None
-            counts = source.sequences(some).loss_mask.sum(axis=1) if masked else lengths
-            tokens += int(lengths.sum())
-            targets += int(counts.sum())
-            without += int((counts == 0).sum())
-        positions = total * self._seq_len
-        return TargetCounts(targets / positions, 1 - tokens / positions, total, without, is_all)
 
 
 class FlatTokensLoader(Loader):
@@ -280,14 +257,12 @@ class FlatTokensLoader(Loader):
         }
 
     def count_targets(self) -> TargetCounts | None:
-        """Counts the positions that are targets, as Loader.count_targets describes."""
+        """Counts the targets of the first sequences, as Loader.count_targets describes."""
         if self._config.sequence_packing and self._config.loss_mask is None:
             return None
-        counts = [source.count_targets() for source in self.sources.values()]
-        weights = self.quotas.shares / self.quotas.shares.sum()
-        share, padding = (float(weights @ [getattr(x, name) for x in counts]) for name in ("share", "padding"))
-        sequences, without = (sum(getattr(x, name) for x in counts) for name in ("sequences", "without"))
-        return TargetCounts(share, padding, sequences, without, all(x.is_all for x in counts))
+        total = sum(source.sequences_per_epoch for source in self.sources.values())
+        count = min(total, max(1, MOST_COUNTED // self.seq_len))
+        return self.sequences(self._first, np.arange(count)).loss_mask.sum(axis=1)
 
     @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:
