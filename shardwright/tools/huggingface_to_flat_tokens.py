@@ -15,7 +15,6 @@ import operator
 import os
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +25,7 @@ from shardwright.data import flat_tokens
 from shardwright.data.checks import a_path, check_choice, within
 from shardwright.data.text import definitions, sources, tokenizers
 from shardwright.data.text.files import Found, real_file
-from shardwright.data.text.tokenizers import Lost, Tokenizer
+from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.data.text.worker_pool import map_in_order
 from shardwright.run.differences import flat
 from shardwright.settings.command_line import command_of
@@ -254,13 +253,13 @@ def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
 # ---- a split ------------------------------------------------------------------------------------------------------
 
 
-def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> tuple[np.ndarray, int, Lost]:
-    """Encodes the documents of a block for flat-tokens. Also counts those without tokens, and what is lost."""
+def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> tuple[np.ndarray, int, list[tuple[str, str]]]:
+    """Encodes the documents of a block for flat-tokens. Also counts those without tokens, and finds changed ones."""
     texts, _ = item
     encoded = tokenizer.encode(texts)
     ids, lengths = encoded
     kept = lengths[lengths > 0]
-    return flat_tokens.mark_starts(ids, kept), len(texts) - kept.size, tokenizer.lost(texts, encoded)
+    return flat_tokens.mark_starts(ids, kept), len(texts) - kept.size, tokenizer.find_changes(texts, encoded)
 
 
 def write_split(
@@ -284,14 +283,15 @@ def write_split(
     num_workers = config.num_workers or (1 if cores <= 2 and tokenizer.encoding is None else cores)
     most = sys.maxsize if split.max_tokens is None else split.max_tokens
     with flat_tokens.Writer(config.out, name, resume=True) as writer:
-        done = {"place": None, "num_empty": 0, "lost": Lost()} | (writer.place or {})
+        done = {"place": None, "num_empty": 0, "num_changed": 0, "example": None} | (writer.place or {})
         blocks = sources.blocks(*source, config.text_field, done["place"], config.max_bad_rows)
         results = map_in_order(functools.partial(tokenize, tokenizer), blocks, num_workers)
         saved = time.monotonic()
-        for (_, place), (encoded, num_empty, lost) in results:
+        for (_, done["place"]), (encoded, num_empty, changes) in results:
             writer.append_encoded(encoded[: most - writer.num_tokens])
-            lost = Lost(*done["lost"]) + lost
-            done = {"place": place, "num_empty": done["num_empty"] + num_empty, "lost": lost}
+            done["num_empty"] += num_empty
+            done["num_changed"] += len(changes)
+            done["example"] = done["example"] or next(iter(changes), None)
             if writer.num_tokens == most:
                 break
             if time.monotonic() - saved >= STATE_SECONDS:
@@ -316,15 +316,11 @@ def write_split(
         notes.append(f"{bad:,} bad rows skipped")
     if empty:
         notes.append(f"{empty:,} empty documents skipped")
-    lost = Lost(*done["lost"])
-    if lost.example:
-        counts = Counter(lost.characters)
-        most_often = ", ".join(f"{count:,} × {character!r}" for character, count in counts.most_common(5))
-        which = f", {len(counts)} different: {most_often}" if counts else ""
+    if done["example"]:
+        before, after = done["example"]
         notes.append(
-            f"the tokenizer changed {lost.documents:,} documents and lost {counts.total():,} characters{which}"
+            f"the tokenizer changed {done['num_changed']:,} documents; an example: {before!r} became {after!r}"
         )
-        notes.append(f"an example: {lost.example[0]!r} became {lost.example[1]!r}")
     if split.max_tokens is not None and tokens < most:
         notes.append(f"the source ended before max_tokens={most:,}")
     return "; ".join(notes)

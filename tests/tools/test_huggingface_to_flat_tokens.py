@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -238,7 +237,7 @@ def sentencepiece(t):
 
 @pytest.mark.parametrize("end_token", [None, "a"])
 @pytest.mark.parametrize("make", [bert, t5, without_unknown, of_bytes, composing, removing, sentencepiece])
-def test_what_a_tokenizer_loses_is_counted(tmp_path, capsys, monkeypatch, make, end_token):
+def test_documents_that_a_tokenizer_changes_are_counted(tmp_path, capsys, monkeypatch, make, end_token):
     """Over blocks, against what `tokenizers` decodes the ids of each document to."""
     t = pytest.importorskip("tokenizers")
     monkeypatch.setattr(sources, "BLOCK_BYTES", 20)
@@ -252,14 +251,11 @@ def test_what_a_tokenizer_loses_is_counted(tmp_path, capsys, monkeypatch, make, 
     run(tmp_path / "d", write_jsonl(tmp_path / "a.jsonl", texts), tokenizer=config)
     backs = [tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) for text in texts]
     changed = [(text, back) for text, back in zip(texts, backs, strict=True) if text != back]
-    lost = sum((Counter(text) - Counter(back) for text, back in changed), Counter())
     found = re.findall(r"the tokenizer changed (.*)", capsys.readouterr().out)
     if make is of_bytes:
         assert not changed
-    told = ", ".join(f"{count:,} × {character!r}" for character, count in lost.most_common(5))
     example = f"an example: {changed[0][0]!r} became {changed[0][1]!r}" if changed else ""
-    which = f"{lost.total()} characters, {len(lost)} different: {told}"
-    assert found == [f"{len(changed)} documents and lost {which}; {example}"] * bool(changed)
+    assert found == [f"{len(changed)} documents; {example}"] * bool(changed)
 
 
 @pytest.mark.parametrize("end_token", [None, "</s>"])

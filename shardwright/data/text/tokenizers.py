@@ -8,8 +8,7 @@ import functools
 import json
 import os
 import unicodedata
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,22 +40,6 @@ class Encoded(NamedTuple):
     ids: Ids
     lengths: PerDocument
     """Tokens in each document."""
-
-
-class Lost(NamedTuple):
-    """What documents have that their tokens do not decode to."""
-
-    documents: int = 0
-    """Documents that differ from what their tokens decode to."""
-    characters: Mapping[str, int] = {}
-    """How often they have a character that is missing in it."""
-    example: Sequence[str] | None = None
-    """Text around the first difference, and what it became."""
-
-    def __add__(self, other: "Lost") -> "Lost":
-        """Sums what two blocks of documents lost."""
-        characters = Counter(self.characters) + Counter(other.characters)
-        return Lost(self.documents + other.documents, characters, self.example or other.example)
 
 
 @dataclass(frozen=True)
@@ -160,20 +143,20 @@ class Tokenizer:
             return self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
         return self._by_definition([text])[0]
 
-    def lost(self, texts: list[str], encoded: Encoded) -> Lost:
-        """Compares documents with what their tokens decode to; the tokens are what `encode` returned."""
+    def find_changes(self, texts: list[str], encoded: Encoded) -> list[tuple[str, str]]:
+        """Finds the documents that differ from what their tokens, which `encode` returned, decode to.
+
+        Returns the text around the first difference of each, and what it became.
+        """
         if self.is_bytes or self.encoding is not None:
-            return Lost()
+            return []
         loaded = load_definition(self.definition)
-        ends = np.cumsum(encoded.lengths)
-        pairs = zip(texts, np.split(encoded.ids, ends[:-1]), strict=True)
+        pairs = zip(texts, np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), strict=True)
         if _keeps_nfc(self.definition or ""):
             pairs = ((text, ids) for text, ids in pairs if SPACE in text or not unicodedata.is_normalized("NFC", text))
         found = [(text, (ids if self.end is None else ids[:-1]).tolist()) for text, ids in pairs]
         decoded = loaded.decode_batch([ids for _, ids in found], skip_special_tokens=False)
-        changed = [(text, back) for (text, _), back in zip(found, decoded, strict=True) if back != text]
-        characters = sum((Counter(text) - Counter(back) for text, back in changed), Counter())
-        return Lost(len(changed), characters, _first_difference(*changed[0]) if changed else None)
+        return [_first_difference(text, back) for (text, _), back in zip(found, decoded, strict=True) if back != text]
 
     def ids(self, text: str) -> list[int]:
         """Encodes a text, without the end token. Raises ValueError if the tokenizer is unknown and there is text."""
