@@ -288,15 +288,6 @@ def test_files_are_read_without_the_package_datasets(tmp_path, monkeypatch):
     check(lambda: open_files([str(tmp_path)]).skip(1).take(3), ["b", "c", "d"])
 
 
-def test_a_position_of_version_0_2_goes_on(tmp_path):
-    """It is that of the library `datasets`, which read files then."""
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text(lines([f"{name}{i}" for i in range(9)]))
-    place = {"examples_iterable": {"shard_idx": 1, "shard_example_idx": 3, "type": "ExamplesIterable"}, "epoch": 0}
-    found = read_all(open_files([str(tmp_path / "*.jsonl")]), place={"data": place, "bad_rows": 0})
-    assert found == [f"b{i}" for i in range(3, 9)]
-
-
 def test_a_dataset_of_the_hub(tmp_path):
     """A directory is a dataset to the `datasets` library, as a name on the hub is."""
     texts = random_texts(40)

@@ -32,16 +32,15 @@ class Found:
 
     paths: list[str]
     left_out: list[str]
-    """Names of files that are not read, the largest first."""
+    """Names of files that are not read."""
     of_other_splits: list[str]
     """Names of files to read that have a word of another split."""
 
     def described(self, split: str) -> list[str]:
         """Describes the files in a line, and warns in another of those that are named like another split."""
-        sizes = [os.path.getsize(path) for path in self.paths if "://" not in path]
-        size = f", {_in_bytes(sum(sizes))}" if sizes else ""
+        size = sum(os.path.getsize(path) for path in self.paths if "://" not in path)
         left_out = f"; left out: {_listed(self.left_out)}" if self.left_out else ""
-        lines = [f"{split}: {len(self.paths):,} file{'s' * (len(self.paths) != 1)}{size}{left_out}"]
+        lines = [f"{split}: {len(self.paths):,} files, {size / 1e6:,.1f} MB here{left_out}"]
         if self.of_other_splits:
             names = _listed(self.of_other_splits)
             lines.append(
@@ -62,14 +61,6 @@ def _listed(names: list[str], most: int = 5) -> str:
     )
 
 
-def _in_bytes(size: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} TB"
-
-
 def kind_of(path: str) -> str | None:
     """Returns the kind of a file, by the last suffix of its name but for one of PACKED; None if it is none of KINDS."""
     name = path.rsplit("/", 1)[-1].lower()
@@ -83,7 +74,7 @@ def find_files(patterns: list[str], split: str) -> Found:
     """Finds the files of a split, each once, even if links or several patterns lead to it.
 
     Of folders and globs, leaves out files of other kinds, empty and hidden files, and what the library `datasets`
-    writes beside its data.
+    writes beside its data. Does not enter hidden folders.
 
     Args:
         patterns: files, folders, which stand for all files below them, globs, or URLs, which stay as they are. The
@@ -94,28 +85,22 @@ def find_files(patterns: list[str], split: str) -> Found:
         ValueError: a pattern matches no file of KINDS, or a file or folder cannot be read.
     """
     paths: dict[object, str] = {}
-    left_out: dict[str, int] = {}
+    left_out = []
     of_other_splits = []
     data_files = functools.cache(_data_files)
     for pattern in (pattern.removeprefix("file://") for pattern in patterns):
         names = _matches(pattern)
         is_found = False
         for path in sorted(names):
-            name = names[path]
-            size = os.path.getsize(path) if os.path.isfile(path) else None
-            if not kind_of(path) or (path != pattern and _is_beside(path, pattern, data_files)):
-                left_out[name] = size or 0
-                continue
-            if path != pattern and size == 0:
-                left_out[f"{name} (empty)"] = 0
+            is_empty = os.path.isfile(path) and os.path.getsize(path) == 0
+            is_beside = path != pattern and (is_empty or _is_beside(path, pattern, data_files))
+            if is_beside or not kind_of(path):
+                left_out.append(names[path])
                 continue
             is_found = True
-            if (real := real_file(path)) in paths:
-                left_out[f"{name} (again)"] = 0
-                continue
-            paths[real] = path
-            if OTHER_SPLITS.get(split, set()) & _words(name) - _words(pattern):
-                of_other_splits.append(name)
+            known = paths.setdefault(real_file(path), path)
+            if known == path and OTHER_SPLITS.get(split, set()) & _words(names[path]) - _words(pattern):
+                of_other_splits.append(names[path])
         if not is_found:
             there = f", which has {_listed([*names.values()])}" if names and pattern not in names else ""
             kinds = f"{', '.join(KINDS)}, also compressed: {', '.join(PACKED)}"
@@ -123,33 +108,18 @@ def find_files(patterns: list[str], split: str) -> Found:
             raise ValueError(
                 f"No text file matches {pattern!r} in {os.getcwd()}{there}. {how_to_convert(names) or remedy}"
             )
-    return Found([*paths.values()], _largest_first(left_out), of_other_splits)
+    return Found([*paths.values()], left_out, of_other_splits)
 
 
-def find_in_dataset(folder: str, of_split: list[str], of_all: list[str]) -> Found:
-    """Finds the files that the library `datasets` reads for a split, without its caches; left out: those of no split.
+def find_in_dataset(files: list[str]) -> Found:
+    """Finds, among the files that the library `datasets` reads for a split, those that are not its own caches.
 
-    Args:
-        folder: the dataset; a name on the hub has no further files.
-        of_split: the files of the split, for the library.
-        of_all: the files of all splits.
-
-    Raises:
-        ValueError: a file or folder cannot be read.
+    Raises ValueError if a file or folder cannot be read.
     """
     data_files = functools.cache(_data_files)
-    is_read = {path: "://" in path or not _is_beside(path, "", data_files) for path in of_all}
-    known = {os.path.realpath(path) for path in of_all if is_read[path]}
-    others = (
-        {path for path in _files_below(folder) if os.path.realpath(path) not in known} if os.path.isdir(folder) else ()
-    )
-    sizes = {os.path.relpath(path, folder): os.path.getsize(path) * os.path.isfile(path) for path in others}
-    paths = {real_file(path): path for path in of_split if is_read[path]}
-    return Found([*paths.values()], _largest_first(sizes), [])
-
-
-def _largest_first(sizes: dict[str, int]) -> list[str]:
-    return sorted(sizes, key=lambda name: (-sizes[name], name))
+    beside = [path for path in files if "://" not in path and _is_beside(path, "", data_files)]
+    paths = {real_file(path): path for path in files if path not in beside}
+    return Found([*paths.values()], [os.path.basename(path) for path in beside], [])
 
 
 def _is_beside(path: str, pattern: str, data_files: Callable[[str], list[str] | None]) -> bool:
@@ -200,7 +170,7 @@ def _files_below(folder: str) -> list[str]:
 
 
 def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields each folder below one, with the names of its files and hidden folders, which it does not enter."""
+    """Yields each folder below one that is not hidden, once, with the names of its files."""
     entered = set()
     for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
         about = os.stat(root)
@@ -208,10 +178,10 @@ def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
             folders.clear()
             continue
         entered.add((about.st_dev, about.st_ino))
-        hidden = [name for name in folders if name.startswith(".")]
+        shown = [name for name in folders if not name.startswith(".")]
         # Links last, so that files have their own paths.
-        folders[:] = sorted({*folders} - {*hidden}, key=lambda name: (os.path.islink(os.path.join(root, name)), name))
-        yield root, [*names, *hidden]
+        folders[:] = sorted(shown, key=lambda name: (os.path.islink(os.path.join(root, name)), name))
+        yield root, names
 
 
 def _raise(error: OSError) -> None:

@@ -77,9 +77,9 @@ def open_text(
             import datasets
 
             builder = datasets.load_dataset_builder(dataset, dataset_config, revision=revision)
-            of_splits = {str(key): [*paths] for key, paths in (builder.config.data_files or {}).items()}
+            files_of: Any = builder.config.data_files or {}
             data: Any = builder.as_streaming_dataset(split)
-        found = find_in_dataset(dataset, of_splits.get(split, []), [*itertools.chain(*of_splits.values())])
+        found = find_in_dataset([*map(str, files_of.get(split, []))])
         if any(path.endswith(".arrow") for path in found.paths):
             # `datasets` would not notice that an .arrow file is truncated.
             data = Files(found.paths, text_field)
@@ -189,14 +189,14 @@ class Files:
         return replace(self, most=number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, as `datasets` writes it, because checkpoints of 0.2 have it so."""
+        """Returns the position."""
         file, row, number = self._position
         return {"examples_iterable": {"shard_idx": file, "shard_example_idx": row}, "number": number}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to a position."""
         file = state["examples_iterable"]
-        self._position = file["shard_idx"], file["shard_example_idx"], state.get("number", 0)
+        self._position = file["shard_idx"], file["shard_example_idx"], state["number"]
 
     def __iter__(self) -> Iterator[tuple[str, object]]:
         first, row, number = self._position
