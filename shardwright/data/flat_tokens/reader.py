@@ -126,19 +126,13 @@ class Reader:
         else:
             usual = [x for x in ("train", "validation") if self._read_json(f"{x}/zarr.json")]
             there = f" It has {' and '.join(usual)}." if usual else ""
-            ours = [
-                path.stem
-                for path in _RECIPES.glob("*.yaml")
-                if f"\nout: {self.filespec}\n" in path.read_text(encoding="utf-8")
-            ]
-            make = (
-                f"make the dataset with python -m tools.huggingface_to_flat_tokens --config-name={ours[0]}"
-                if ours
-                else ""
-            )
+            make = "write the dataset (docs/data.md)"
+            for path in _RECIPES.glob("*.yaml"):
+                if f"\nout: {self.filespec}\n" in path.read_text(encoding="utf-8"):
+                    make = f"make the dataset with python -m tools.huggingface_to_flat_tokens --config-name={path.stem}"
             local = os.listdir(self.filespec) if os.path.isdir(self.filespec) else [self.filespec]
-            correct = "Correct the path or the name of the split, or " + (make or "write the dataset (docs/data.md)")
-            raise ValueError(f"No flat-tokens split at {self.path}.{there} {how_to_convert(local) or f'{correct}.'}")
+            remedy = how_to_convert(local) or f"Correct the path or the name of the split, or {make}."
+            raise ValueError(f"No flat-tokens split at {self.path}.{there} {remedy}")
         check_types(self.path, {"attributes": attributes}, {"attributes": _ATTRIBUTES}, _AGAIN)
         found = {name: attributes.get(name, value) for name, value in IDENTITY.items()}
         if found != IDENTITY:
@@ -276,9 +270,8 @@ class Reader:
         if not documents.size:
             return documents, documents
         ones = np.ones_like(documents)
-        starts, ends = (
-            self._read(self._starts, "seq_starts", x, ones, "seq_starts") for x in (documents, documents + 1)
-        )
+        starts = self._read(self._starts, "seq_starts", documents, ones, "seq_starts")
+        ends = self._read(self._starts, "seq_starts", documents + 1, ones, "seq_starts")
         return starts.astype(np.int64), (ends - starts).astype(np.int64)
 
     def documents_at(self, places: Places) -> Places:

@@ -1,10 +1,9 @@
 """Makes batches from flat-tokens datasets, one or a mixture: a pure function of datasets, weights, seed and step."""
 
 import bisect
-import collections
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -152,27 +151,27 @@ class FlatTokensLoader(Loader):
                     f"vocabulary to {largest + 1} or more, or choose a dataset made with the model's tokenizer."
                 )
         self.num_tokens = sum(source.dataset.num_tokens for source in self.sources.values())
-        read = after._read_before(first) if after else {}
-        begins = ((source, *read.get(dataset, (source, 0))) for dataset, source in self._datasets())
-        self._begins = np.array([source.number_after(before, number) for source, before, number in begins])
+        fingerprints = [source.dataset.fingerprint for source in self.sources.values()]
+        self._datasets = [(x, fingerprints[:i].count(x)) for i, x in enumerate(fingerprints)]
+        """Identity of each source's dataset: its fingerprint, and the number of earlier sources with the same."""
+        self._begins = np.zeros(len(self.sources), np.int64)
         """Number of the first sequence of each source."""
+        read = after._read_before(first) if after else {}
+        for i, (dataset, source) in enumerate(zip(self._datasets, self.sources.values(), strict=True)):
+            if dataset in read:
+                _, before, number = read[dataset]
+                self._begins[i] = source.number_after(before, number)
 
-    def _numbers(self, step: int) -> np.ndarray:
-        """Returns the number of each source's next sequence at the batch of `step`."""
-        return self._begins + self.quotas.before((step - self._first) * self.batch_size)
+    def _read_before(self, step: int) -> dict[tuple[str, int], tuple[str, Source, int]]:
+        """Maps each dataset read by batches before `step` to its name, its source, and the number of its next sequence.
 
-    def _datasets(self) -> Iterator[tuple[tuple[str, int], Source]]:
-        """Yields each source with the key of its dataset: fingerprint, and number of earlier sources with the same."""
-        seen = collections.Counter()
-        for source in self.sources.values():
-            yield (source.dataset.fingerprint, seen[source.dataset.fingerprint]), source
-            seen[source.dataset.fingerprint] += 1
-
-    def _read_before(self, step: int) -> dict[tuple[str, int], tuple[Source, int]]:
-        """Maps each dataset read by batches before `step` to its source and the number of its next sequence."""
+        Also those that only the batches before `first` read.
+        """
         read = self._after._read_before(self._first) if self._after else {}
-        numbers = zip(self._datasets(), self._numbers(step).tolist(), strict=True)
-        return read | {dataset: (source, number) for (dataset, source), number in numbers}
+        numbers = self._begins + self.quotas.before((step - self._first) * self.batch_size)
+        for dataset, (name, source), number in zip(self._datasets, self.sources.items(), numbers.tolist(), strict=True):
+            read[dataset] = name or source.config.filespec, source, number
+        return read
 
     def locate(self, step: int, indices: Indices) -> list[tuple[str | None, np.ndarray, np.ndarray]]:
         """Lists each source in the batch of `step`: name, positions of its sequences in `indices`, their numbers."""
@@ -244,17 +243,12 @@ class FlatTokensLoader(Loader):
         """Counts passes over the dataset before the batch of `step`, as Loader.epochs_before describes."""
         if len(self.sources) != 1:
             raise ValueError(NO_EPOCHS)
-        (source,) = self.sources.values()
-        return Fraction(int(self._numbers(step)[0]), source.sequences_per_epoch)
+        return self.passes(step)[self._config.filespec or next(iter(self._config.mixture))]
 
     def passes(self, step: int) -> dict[str, Fraction]:
         """Counts the passes over each source, also those of the batches before `first`."""
-        before = self._after.passes(self._first) if self._after else {}
-        numbers = zip(self.sources.items(), self._numbers(step).tolist(), strict=True)
-        return before | {
-            name or source.config.filespec: Fraction(number, source.sequences_per_epoch)
-            for (name, source), number in numbers
-        }
+        read = self._read_before(step).values()
+        return {name: Fraction(number, source.sequences_per_epoch) for name, source, number in read}
 
     def count_targets(self) -> TargetCounts | None:
         """Counts the targets of the first sequences, as Loader.count_targets describes."""
