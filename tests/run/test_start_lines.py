@@ -41,7 +41,9 @@ def lines(data: DataConfig, length: int, passes=None, batch: int = 2) -> list[st
 def test_the_share_of_targets(filespec):
     padded = {"sequence_packing": False, "shuffle": False}
     assert lines(DataConfig(filespec=filespec), 8) == []
-    assert lines(DataConfig(filespec=filespec, **padded), 32) == ["targets    50% of positions in the first 4 documents"]
+    assert lines(DataConfig(filespec=filespec, **padded), 32) == [
+        "targets    50% of positions in the first 4 documents"
+    ]
     found = lines(DataConfig(filespec=filespec, **padded, loss_mask="answer"), 8)
     # 4 of 6 and 4 of 8 tokens of the last two documents; validation reads the first two.
     assert found == [
@@ -55,7 +57,9 @@ def test_the_share_of_targets(filespec):
 
 def test_data_without_targets_are_refused(filespec):
     data = DataConfig(filespec=filespec, sequence_packing=False, loss_mask="answer")
-    with pytest.raises(ValueError, match=r"none of the first 4 documents .* a target in 2 tokens\. Raise training\.seq_len"):
+    with pytest.raises(
+        ValueError, match=r"none of the first 4 documents .* a target in 2 tokens\. Raise training\.seq_len"
+    ):
         lines(data, 2)
 
 
