@@ -22,8 +22,6 @@ from shardwright.run.files import OF_A_STEP, duration
 from shardwright.run.flops import Speed
 from shardwright.settings.words import say
 
-_UNSYNCED = 2**20
-"""Bytes of lines kept in memory until an fsync is forced. Saving a checkpoint also forces one."""
 _SPEED_WINDOW = 20
 """Steps over which the printed speed is averaged."""
 
@@ -49,7 +47,8 @@ class RunLog(contextlib.AbstractContextManager):
     "event"; lines of steps have no "event". The line of a step without targets has no "loss".
 
     With several processes all make the same calls, and process 0 writes and prints. Lines that cannot be written stay
-    in memory and are retried with the next one. `sync` and `close` raise OSError while there are any.
+    in memory and are retried with the next one. `sync`, which each checkpoint calls, and `close` raise OSError while
+    there are any, and if the disk does not confirm the others.
 
     Args:
         directory: the run's directory; created if missing.
@@ -90,10 +89,7 @@ class RunLog(contextlib.AbstractContextManager):
         self._path: Path | Any = None
         self._lock = threading.Lock()
         self._closed = False
-        # Lines since the last fsync, how many of their bytes are written, and the size of the file without them.
-        self._lines, self._written, self._synced = b"", 0, 0
-        self._torn = False
-        """True if the last write failed, so that the file may lack parts of what was written since the last fsync."""
+        self._unwritten = b""
         if jax.process_index() != 0:
             return
         self._path = path = Path(directory) / "metrics.jsonl"
@@ -102,7 +98,6 @@ class RunLog(contextlib.AbstractContextManager):
             again = "" if start_step else "WARNING: no checkpoint, so the run restarts from step 0. "
             self._print(f"{again}{path}: {moved} lines, torn or of steps to be redone, are moved to {path.name}.left")
         path.touch()
-        self._synced = path.stat().st_size
 
     def __exit__(self, *exc_info) -> None:
         self.close()
@@ -208,7 +203,7 @@ class RunLog(contextlib.AbstractContextManager):
     def sync(self) -> None:
         """Writes the metrics of the last step and fsyncs all lines.
 
-        Raises OSError, with the path, if that fails. The lines stay in memory.
+        Raises OSError, with the path, if that fails. Lines that are not written stay in memory.
         """
         self.flush()
         if self._path is not None:
@@ -238,10 +233,10 @@ class RunLog(contextlib.AbstractContextManager):
         record |= {"step": record["step"] + 1, "unix_time": round(time.time(), 3)}
         self._send(record)
         with self._lock:
-            others_wait = self._torn
-            self._lines += (json.dumps(record, allow_nan=False) + "\n").encode()
+            others_wait = bool(self._unwritten)
+            self._unwritten += (json.dumps(record, allow_nan=False) + "\n").encode()
             try:
-                self._write(sync=len(self._lines) > _UNSYNCED)
+                self._write()
                 if others_wait:
                     self._print(f"{self._path} can be written again; nothing is lost")
             except OSError as error:
@@ -249,28 +244,16 @@ class RunLog(contextlib.AbstractContextManager):
                     self._print(f"WARNING: {self._problem(error)}; its lines are kept in memory")
 
     def _write(self, sync: bool = False) -> None:
-        """Appends all lines that are not written yet. Raises OSError if that fails or the file is gone.
-
-        After an error the next call rewrites all lines since the last fsync: when an fsync or close fails, any of them
-        may be missing, and a second fsync would not report it.
-        """
+        """Appends all lines that are not written yet. Raises OSError if that fails or the file is gone."""
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         try:
-            if self._torn:
-                self._written = 0
-                self._synced = min(self._synced, os.fstat(file).st_size)
-                os.ftruncate(file, self._synced)
-            self._torn = True  # until all of this succeeds
-            while self._written < len(self._lines):
-                self._written += os.write(file, self._lines[self._written :])
+            while self._unwritten:
+                written = os.write(file, self._unwritten)
+                self._unwritten = self._unwritten[written:]
             if sync:
                 os.fsync(file)
         finally:
             os.close(file)
-        self._torn = False
-        if sync:
-            self._synced += len(self._lines)
-            self._lines, self._written = b"", 0
 
     def _problem(self, error: OSError) -> str:
         return f"{self._path} cannot be written: {error.strerror or error}"
