@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import stat
 import threading
 from typing import Any
 
@@ -76,23 +75,9 @@ class StopRequest:
     def _request(self, number: int, frame: object) -> None:
         is_first = self._name is None
         self._name = self._name or signal.Signals(number).name
-        if number == signal.SIGHUP:
-            _drop_output()
         if signal.SIGINT in self._previous:
             signal.signal(signal.SIGINT, self._previous.pop(signal.SIGINT))
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)  # the only signal that JAX forwards to the other processes
         elif self._at_once and is_first:
             raise KeyboardInterrupt if number == signal.SIGINT else Stopped(self._name)
-
-
-def _drop_output() -> None:
-    """Drops what is printed from here on, unless to a file.
-
-    The terminal is gone, and so is what reads a pipe: printing would raise before the save.
-    """
-    null = os.open(os.devnull, os.O_WRONLY)
-    for output in (1, 2):
-        if not stat.S_ISREG(os.fstat(output).st_mode):
-            os.dup2(null, output)
-    os.close(null)

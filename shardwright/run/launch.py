@@ -24,7 +24,6 @@ from shardwright.cluster.watch import watched, write_hosts
 from shardwright.data import flat_tokens
 from shardwright.data.checks import check_range, check_ranges
 from shardwright.modeling.model import LanguageModel, load_model, module_of
-from shardwright.run.best_effort import print_if_possible
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.checks import register_schema, to_config
 from shardwright.run.config import Config, check_divides
@@ -48,7 +47,6 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
 
     @functools.wraps(run)
     def job(config: object) -> Any:
-        print_if_possible()  # also in the process of a job that Slurm starts
         try:
             with launched(config) as given:
                 stopped_by = run(*given)

@@ -1,6 +1,8 @@
 """Prints text for users."""
 
+import contextlib
 import functools
+import os
 import re
 import shlex
 import sys
@@ -25,8 +27,18 @@ def as_installed(text: str) -> str:
 
 
 def say(text: str, flush: bool = False) -> None:
-    """Prints a text without control characters."""
-    print(shown(as_installed(text)), flush=flush)
+    """Prints a text without control characters. Once stdout is lost, what is printed is dropped.
+
+    A full disk, a terminal that is gone and a pipe that nobody reads thus don't end a run.
+    """
+    try:
+        print(shown(as_installed(text)), flush=flush)
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        with contextlib.suppress(OSError):
+            print(f"WARNING: stdout is lost: {error.strerror}. The program continues.", file=sys.stderr, flush=True)
 
 
 def told_in_a_line(main: Callable[[], None]) -> Callable[[], None]:

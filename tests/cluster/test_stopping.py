@@ -55,6 +55,7 @@ def test_a_signal_with_a_handler_of_another_library_keeps_it():
 HANGS_UP = """
 import os, pty, signal, sys, time
 from shardwright.cluster.stopping import StopRequest
+from shardwright.settings.words import say
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 child, terminal = pty.fork()
 if child:
@@ -65,7 +66,7 @@ with StopRequest() as stop:
     print("begun", flush=True)
     while stop.poll() is None:
         time.sleep(0.01)
-    print("stopped", flush=True)
+    say("stopped", flush=True)
     open(sys.argv[1], "w").write(stop.poll())
 """
 

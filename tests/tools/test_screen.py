@@ -29,9 +29,9 @@ def test_words_of_a_wide_table_are_broken_only_if_they_do_not_fit():
 def test_lines_of_a_run_that_cannot_be_printed_end_nothing(tmp_path):
     """Characters that stdout lacks are ?. A full disk loses them, and stderr says so once."""
     code = (
-        "from shardwright.run.best_effort import print_if_possible\n"
+        "from shardwright.settings.starting import prepare\n"
         "from shardwright.settings.words import say\n"
-        "print_if_possible()\n"
+        "prepare()\n"
         "for _ in range(9): say('x → é', flush=True)"
     )
     command, env = [sys.executable, "-c", code], os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
@@ -43,7 +43,7 @@ def test_lines_of_a_run_that_cannot_be_printed_end_nothing(tmp_path):
     with open("/dev/full", "w") as full:
         done = run(stdout=full)
     assert done.returncode == 0
-    assert done.stderr == "WARNING: stdout has lost lines: No space left on device. The run continues.\n"
+    assert done.stderr == "WARNING: stdout is lost: No space left on device. The program continues.\n"
 
 
 @pytest.mark.long
