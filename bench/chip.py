@@ -182,10 +182,6 @@ def table_of(results: Mapping[str, Mapping[str, Any]], hardware: str) -> str:
 
 def measure(minutes: float, out: Path, chosen: Sequence[str]) -> None:
     """Measures the parts that are missing or failed, or those that are chosen."""
-    # In a process of its own, because devices that this one started would be missing in the parts.
-    code = "from shardwright.cluster.devices import unused_gpus; print(unused_gpus() or '')"
-    if unused := subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip():
-        raise ValueError(unused)
     deadline = time.monotonic() + 60 * minutes
     results = {}
     out.mkdir(parents=True, exist_ok=True)

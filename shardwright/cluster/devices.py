@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -126,14 +125,21 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
 
 
 def check_chip(hardware: HardwareConfig) -> None:
-    """Prints that CPUs simulate the chip of the settings, or that JAX does not see this host's GPUs.
+    """Prints that CPUs simulate the chip of the settings.
 
-    Raises ValueError if the settings are for another chip, and neither they nor XLA_FLAGS simulate devices.
+    Raises ValueError if JAX cannot start the platform of JAX_PLATFORMS, or if the settings are for another chip, and
+    neither they nor XLA_FLAGS simulate devices.
     """
-    if jax.default_backend() != "cpu":
+    try:
+        platform = jax.default_backend()
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS')}, and JAX cannot start it. Check that this host has "
+            "such a device, install JAX for it with pip install 'shardwright[cuda]' or 'shardwright[tpu]', or unset "
+            f"JAX_PLATFORMS. {error}".strip()
+        ) from error
+    if platform != "cpu":
         return
-    if unused := unused_gpus():
-        say(f"WARNING    {unused}")
     chip = chip_of(hardware.chip) if hardware.chip else None
     of_gpus = any(name.lstrip("-").startswith("xla_gpu_") for name in hardware.compiler_options)
     if chip.platform == "cpu" if chip else not of_gpus:
@@ -147,23 +153,6 @@ def check_chip(hardware: HardwareConfig) -> None:
         )
     if chip:
         say(f"chip       no {hardware.chip} here: simulated by this host's CPU")
-
-
-def unused_gpus() -> str | None:
-    """Says that nvidia-smi lists GPUs here for which JAX is not installed; None if not so."""
-    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
-        return None
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
-    if listed.returncode or not found:
-        return None
-    return (
-        f"nvidia-smi lists {len(found)} GPUs, but JAX finds only a CPU: install JAX for them with pip install "
-        "'shardwright[cuda]', or set JAX_PLATFORMS=cpu."
-    )
 
 
 def simulate_devices(hardware: HardwareConfig) -> None:

@@ -1,14 +1,11 @@
 """Starts programs with settings from Hydra, and prints errors that users can act on."""
 
-import atexit
 import contextlib
 import errno
 import functools
-import importlib.metadata
 import importlib.util
 import inspect
 import os
-import re
 import socket
 import sys
 import traceback
@@ -25,26 +22,24 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.places import is_raised_on_purpose
 from shardwright.data.checks import check_ranges
-from shardwright.data.untrusted import check_private, first_line, shown
+from shardwright.data.untrusted import first_line, shown
 from shardwright.settings.command_line import Program, command_of, explained, parse, register_shipped, search_first
 from shardwright.settings.exits import ERROR, LOST, exit_of
 from shardwright.settings.help import help_text
 from shardwright.settings.settings import made, typed, untyped
-from shardwright.settings.starting import INTERRUPTED, leave, prepare
+from shardwright.settings.starting import missing_package, prepare
 from shardwright.settings.words import as_installed
 
 PACKAGE = Path(__file__).parents[1]
 FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
 """Environment variable with the user's HYDRA_FULL_ERROR, which `start` sets for Hydra."""
 
-CACHE = "JAX_COMPILATION_CACHE_DIR"
-
 
 def refusal(error: Exception) -> str | None:
     """Returns the message to print for `error` instead of its traceback; None if the traceback is needed.
 
     Messages are for a ValueError, OSError or FloatingPointError that this project, a model or the configuration raises
-    on purpose; system errors about a file or a full disk; and missing packages that an extra installs. A ValueError
+    on purpose; system errors about a file or a full disk; and missing packages. A ValueError
     from Python or a library is a bug and needs its traceback, as does every error with HYDRA_FULL_ERROR=1. For errors
     in code that shardlib checks, the message starts with the location. Control characters, which data may contain, are
     removed.
@@ -59,17 +54,10 @@ def refusal(error: Exception) -> str | None:
 
 def _message(error: Exception) -> str | None:
     """Writes the message of an error that a user can act on; None for another."""
-    if (package := _missing_package(error)) and (extra := extra_of(package)):
-        where = "-e '." if (PACKAGE.parent / "pyproject.toml").exists() else "'shardwright"
-        return f"this needs the package {package}, which is not installed: pip install {where}[{extra}]'"
+    if missing := missing_package(error):
+        return missing
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}. Check the path, its permissions and its disk."
-    if _lacks_platform(error):
-        return (
-            f"JAX_PLATFORMS is {os.environ['JAX_PLATFORMS']}, and JAX cannot start it. Check that this host has such a "
-            "device, install JAX for it with pip install 'shardwright[cuda]' or 'shardwright[tpu]', or unset "
-            f"JAX_PLATFORMS. {error}".strip()
-        )
     if isinstance(error, OmegaConfBaseException):
         name = error.full_key or "a setting"
         return f"{name}: {first_line(error)}. Correct the value of {name}."
@@ -77,35 +65,10 @@ def _message(error: Exception) -> str | None:
     return str(error) if on_purpose or getattr(error, "errno", None) == errno.ENOSPC else None
 
 
-def _lacks_platform(error: Exception) -> bool:
-    """Returns whether JAX could not start the platform that JAX_PLATFORMS names; it asserts, or raises RuntimeError."""
-    is_started = "backends" not in (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
-    return isinstance(error, AssertionError | RuntimeError) and "JAX_PLATFORMS" in os.environ and not is_started
-
-
 def has_package(name: str) -> bool:
     """Returns whether Python finds a module. A mere folder of its name, which Python would import, is none."""
     found = importlib.util.find_spec(name)
     return found is not None and found.origin is not None
-
-
-def _missing_package(error: Exception) -> str:
-    """Returns the name of the package whose absence caused an error; empty if another error."""
-    module = error.obj if isinstance(error, AttributeError) else None
-    name = error.name or "" if isinstance(error, ImportError) else getattr(module, "__name__", "")
-    package = str(name).partition(".")[0]
-    is_folder = getattr(sys.modules.get(package), "__file__", "") is None
-    return package if is_folder or isinstance(error, ModuleNotFoundError) else ""
-
-
-def extra_of(package: str) -> str | None:
-    """Returns the extra of pyproject.toml that installs a package; None if none does."""
-    try:
-        lines = importlib.metadata.requires("shardwright") or ()
-    except importlib.metadata.PackageNotFoundError:  # a checkout that was not installed
-        return None
-    found = (re.fullmatch(r"([\w-]+).*extra == ['\"]([\w-]+)['\"].*", line) for line in lines)
-    return next((line[2] for line in found if line and line[1].replace("-", "_") == package), None)
 
 
 class Refused(CompactHydraException):
@@ -150,14 +113,8 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
     prepare()
     os.environ.setdefault(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR", "0"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which are printed here
-    interrupted: list[int] = []
-    atexit.register(lambda: leave(*interrupted) if interrupted else None)
     try:
         _start(program, job, sections)
-    except KeyboardInterrupt:
-        print(INTERRUPTED, file=sys.stderr)
-        interrupted.append(130)
-        sys.exit(130)
     except Refused as error:
         sys.exit(str(error))
     except BrokenPipeError:  # a reader such as `head` stopped
@@ -178,26 +135,12 @@ def _start(program: Program, job: Callable[[Any], Any], sections: Callable[[], d
     named = [] if line.config_name is None else [f"--config-name={line.config_name}"]
     sys.argv[1:] = [*named, *line.words]  # programs that start others give them these
     search_first(line.directories)
-    _ignore_shared_cache()
     try:
         hydra.main(version_base="1.3", config_path=str(program.configs), config_name=line.config_name)(job)()
     except Exception as error:
         if isinstance(error, Refused) or not (message := explained(program, error)):
             raise
         raise ValueError(message) from error
-
-
-def _ignore_shared_cache() -> None:
-    """Has JAX ignore a directory of compiled programs in which others may write: they could run theirs as the user."""
-    directory = Path(os.environ.get(CACHE) or os.devnull).expanduser()
-    try:
-        if directory.is_dir():
-            check_private(directory)
-    except PermissionError as error:
-        print(f"{CACHE}: not used: {error}.", file=sys.stderr)
-        os.environ[CACHE] = ""
-        if jax := sys.modules.get("jax"):  # which read it
-            jax.config.update("jax_compilation_cache_dir", None)
 
 
 def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:

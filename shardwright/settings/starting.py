@@ -1,25 +1,29 @@
-"""Ends a program with one line if Ctrl-C or a missing package stops its imports, which take seconds.
+"""Prepares a process for a program, before the imports of that, which take seconds and may fail.
 
 It imports only what Python brings.
 """
 
+import atexit
 import contextlib
 import importlib
 import io
 import os
 import sys
-from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-INTERRUPTED = "Error: interrupted by Ctrl-C."
-_ROOT = Path(__file__).parents[2]
+OURS = ("train", "tools", "shardlib", "shardwright")
+_codes: list[int] = []
+"""The exit code, once Ctrl-C ends the process."""
 
 
 def prepare() -> None:
-    """Makes this process end with one line where its imports are stopped, and print what its terminal cannot show."""
-    sys.excepthook, sys.unraisablehook = _end, _leave_if_interrupted
-    for stream in (sys.stdout, sys.stderr):  # a character that the terminal lacks must not end the program
+    """Ends this process with one line for Ctrl-C or a missing package, and prints `?` for what its terminal lacks."""
+    if sys.excepthook is _end:
+        return
+    sys.excepthook = _end
+    atexit.register(_leave)  # the first, so that it is called last
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
@@ -31,36 +35,31 @@ def run(name: str) -> NoReturn:
     sys.exit()
 
 
+def missing_package(error: BaseException) -> str | None:
+    """Writes the message for a package that cannot be imported; None for another error."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in ("", *OURS):
+        return None
+    return (
+        f"this needs the package {package}, which {sys.executable} lacks. Activate the environment that shardwright is "
+        "installed in, such as with `source .venv/bin/activate`, or install it (docs/install.md)."
+    )
+
+
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
-        print(INTERRUPTED, file=sys.stderr)
+        print("Error: interrupted by Ctrl-C.", file=sys.stderr)
+        _codes.append(130)
         sys.exit(130)
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    file = Path(trace.tb_frame.f_code.co_filename).resolve() if trace else Path()
-    is_ours = file == _ROOT / "train.py" or any(file.is_relative_to(_ROOT / x) for x in ("shardlib", "shardwright"))
-    if isinstance(error, ModuleNotFoundError) and is_ours:
-        print(
-            f"Error: this needs the package {error.name}, which {sys.executable} lacks. Activate the environment that "
-            "shardwright is installed in, such as with `source .venv/bin/activate`, or install it (docs/install.md).",
-            file=sys.stderr,
-        )
-        sys.exit(1)
+    if message := missing_package(error):
+        sys.exit(f"Error: {message}")
     sys.__excepthook__(kind, error, trace)
 
 
-def _leave_if_interrupted(unraisable: Any) -> None:
-    """Ends the process if Ctrl-C came in a callback, as of JAX at a garbage collection, which goes on after errors."""
-    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(unraisable)
-        return
-    print(INTERRUPTED, file=sys.stderr)
-    leave(130)
-
-
-def leave(code: int) -> None:
-    """Ends the process before libraries unload: XLA's threads may still compute, and would abort it."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+def _leave() -> None:
+    """After Ctrl-C, ends the process before libraries unload: XLA's threads may still compute, and would abort it."""
+    for code in _codes:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)

@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
-from shardwright.cluster.devices import check_chip, known_options, start_devices, unused_gpus
+from shardwright.cluster.devices import check_chip, known_options, start_devices
 from shardwright.modeling.model import load_model
 from shardwright.run.checks import register_schema
 from shardwright.run.compiling import compile_step
@@ -50,22 +50,13 @@ def test_a_chip_that_is_not_there_is_refused_or_simulated_on_purpose(monkeypatch
 
 
 @pytest.mark.quick
-def test_settings_for_gpus_and_gpus_that_jax_does_not_see_are_told(monkeypatch, capsys, tmp_path):
+def test_settings_for_gpus_are_refused_on_a_cpu(monkeypatch, capsys):
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
     options = {"xla_gpu_enable_latency_hiding_scheduler": True}
     with pytest.raises(ValueError, match=r"hardware.compiler_options are those of GPUs, but JAX finds only a CPU"):
         check_chip(HardwareConfig(compiler_options=options))
     check_chip(HardwareConfig(compiler_options=options, simulated_devices=8))
     assert capsys.readouterr().out == ""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100'\necho 'GPU 1: NVIDIA H100'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert unused_gpus() is None, "JAX_PLATFORMS=cpu was given"
-    monkeypatch.delenv("JAX_PLATFORMS")
-    check_chip(HardwareConfig())
-    assert "nvidia-smi lists 2 GPUs, but JAX finds only a CPU: install JAX" in capsys.readouterr().out
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    assert unused_gpus() is None
 
 
 @pytest.mark.long
