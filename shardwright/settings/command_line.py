@@ -14,7 +14,6 @@ from typing import ClassVar, NamedTuple, NoReturn
 import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
@@ -26,6 +25,7 @@ from shardlib.parsing import did_you_mean
 from shardlib.places import shown_path
 from shardwright.settings.settings import UnknownSetting, kind_of, shown_value, typed, without_null
 
+FLAGS = ("--config-name", "--config-dir", "--multirun")
 QUOTES = "Write name=value; put a value with characters such as , [ { ( ' in both kinds of quotes: 'name=\"value\"'."
 
 
@@ -98,7 +98,8 @@ def parse(program: Program, arguments: Sequence[str]) -> CommandLine:
     parser.error = refuse
     found, unknown = parser.parse_known_intermixed_args(arguments)
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
-        raise ValueError(f"there is no flag {flag}.{_instead_of(program, flag)}")
+        near = did_you_mean(flag, FLAGS) or " Settings have no dashes: name=value."
+        raise ValueError(f"there is no flag {flag}.{near} `{program.command} --help` lists both.")
     name, directories = os.path.expanduser(found.config_name or ""), _directories(program, found)
     if Path(name).is_file():
         name, directories = Path(name).name, [Path(name).parent, *directories]
@@ -111,17 +112,6 @@ def parse(program: Program, arguments: Sequence[str]) -> CommandLine:
     flags = {f"--{key.replace('_', '-')}": value for key, value in vars(found).items() if value and key not in ours}
     flags = [flag if value is True else f"{flag}={value}" for flag, value in flags.items()]
     return CommandLine([*flags, *words], name, directories, found.help)
-
-
-def _instead_of(program: Program, flag: str) -> str:
-    name = flag.lstrip("-").replace("-", "_")
-    try:
-        kind_of(program.schema, name)
-    except UnknownSetting as error:
-        name = error.meant
-    near = did_you_mean(flag, ["--config-name", "--config-dir", "--multirun"])
-    setting = f" A setting has no dashes: {name}=<value>." if name else ""
-    return near or setting or f" `{program.command} --help` lists the settings."
 
 
 def _directories(program: Program, flags: argparse.Namespace) -> list[Path]:
@@ -266,14 +256,8 @@ def explained(program: Program, error: Exception) -> str | None:
     """Writes the message for an error of Hydra's composition, in one line; None for another error."""
     if isinstance(error, MissingConfigException) and error.options:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
-        if "submitit" in choice:
-            return f"{group} is {choice}, which needs hydra-submitit-launcher: pip install -e '.[slurm]'"
         options = list(error.options)
         return f"{group} is {choice}; choose one of {', '.join(options)}.{did_you_mean(choice, options)}"
-    if isinstance(error, RecursionError) and not HydraConfig.initialized():
-        return "a configuration includes itself, perhaps through others. Correct their lists `defaults`."
-    if isinstance(error, UnicodeDecodeError) and not HydraConfig.initialized():
-        return f"a configuration is not UTF-8: {error}. Save it as UTF-8."
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         reason = " ".join(str(error if str(error) else error.__cause__).split()).rstrip(".")
         return f"{reason}. Correct it; `{program.command} --help` lists the configurations and settings."
