@@ -1,4 +1,4 @@
-"""Computes model FLOPs per token and peak FLOP/s of the devices, for model FLOPs utilization (MFU)."""
+"""Counts parameters, model FLOPs per token and the peak FLOP/s of devices, for model FLOPs utilization (MFU)."""
 
 import functools
 import math
@@ -47,6 +47,17 @@ class Speed(NamedTuple):
         rate = self.tokens_per_step / seconds
         mfu = {} if math.isnan(self.peak.total) else {"mfu": rate * self.flops / self.peak.total}
         return {"tokens_per_second": rate, **mfu}
+
+
+def parameters_of(model: Any) -> int:
+    """Counts the parameters of a model."""
+    return sum(math.prod(weight.shape) for weight in jax.tree.leaves(model.table))
+
+
+def parameters_without_embeddings(model: Any) -> int:
+    """Counts the parameters of a model, without those of its embedding and unembedding."""
+    weights = jax.tree.leaves(model.table, is_leaf=lambda x: hasattr(x, "kind"))
+    return sum(math.prod(w.shape) for w in weights if w.kind not in ("embedding", "unembedding"))
 
 
 def attended_keys(calls: Iterable[Call], c: ModelConfig, length: int) -> float:

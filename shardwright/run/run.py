@@ -1,10 +1,12 @@
-"""Runs everything around the training step: combines the schedule, checkpoints, log and listeners of a run."""
+"""Runs everything around the training step: its settings and data, checkpoints, log and listeners."""
 
 import contextlib
 import dataclasses
 import functools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +14,36 @@ import jax
 
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
-from shardwright.data.loader import TokenBatch, prefetch
+from shardwright.data.loader import Loader, TokenBatch, batch_of, make_loader, prefetch
 from shardwright.inspect import examine
-from shardwright.modeling.model import COMPUTE_DTYPES, LanguageModel
+from shardwright.modeling.model import COMPUTE_DTYPES, LanguageModel, inputs_of
 from shardwright.optimizers.rates import check_schedule
 from shardwright.run.background import kill_programs
 from shardwright.run.best_effort import in_a_line
-from shardwright.run.changes import MOST_STEPS
+from shardwright.run.changes import (
+    MOST_STEPS,
+    config_at,
+    described_change,
+    firsts,
+    loader_at,
+    tokens_before,
+    total_steps,
+)
 from shardwright.run.clock import Stopwatch
 from shardwright.run.compiling import compile_step, seconds_shown
 from shardwright.run.config import Config
 from shardwright.run.flops import peak_flops, speed_of
+from shardwright.run.introduction import facts_of, introduce, save_config
 from shardwright.run.keeping import Keeper
 from shardwright.run.listeners import Ending, Listener, Listeners
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.printing import log
-from shardwright.run.provenance import keep_source
+from shardwright.run.provenance import keep_source, provenance_of
 from shardwright.run.reference import read_reference
-from shardwright.run.report import facts_of, introduce, save_config
 from shardwright.run.resuming import deciding_settings
-from shardwright.run.schedule import Schedule
 from shardwright.run.spec import StepSpec, load_spec
 from shardwright.run.stages import placement_of
+from shardwright.run.step import Step, trace_step
 from shardwright.run.stores import check_processes, in_all_processes
 from shardwright.run.trackers import tracked
 from shardwright.settings.words import override
@@ -42,18 +52,28 @@ CHANGES = "changes"
 """What `end` returns if the run continues with changed settings."""
 
 
-class Run(Schedule):
+class Run:
     """Runs or resumes training in a directory, until the next of training.changes or the end. A context manager.
 
     After a change, another Run resumes. train.train shows the order of the methods. With several processes all make
     the same calls, and process 0 writes and prints.
 
     Args:
-        c, model, spec: as `whole`, `model` and `spec` of Schedule.
+        c: the configuration, with training.changes.
+        model: the model of the configuration.
         directory: the run's directory.
+        spec: the parts of the training program.
         listeners: Listener classes, whose methods are called around the steps in this order.
 
     Attributes:
+        whole: the configuration, with training.changes.
+        config, step: settings and Step until the next change.
+        start, done: number of steps done before this start, and so far.
+        end_step: number of steps done at the next change, or at the end.
+        total: number of steps of the whole run; MOST_STEPS with training.minutes, until its last step.
+        ahead: the current settings, and those after each future change.
+        loader, validation: loaders of the two splits; validation is None without evaluations.
+        passes: passes over each source of the data in the whole run, by name; empty if unknown.
         options: compiler options that the installed XLA knows.
         reference: (weights of training.reference,) or ().
         arguments: further arguments of the next training step: `reference`, and the clock of training.minutes.
@@ -83,7 +103,9 @@ class Run(Schedule):
                 f"this program trains by the SPEC of {spec.module}, and tools take that of {load_spec().module}: "
                 "define SPEC, train and main in one file, as the released train.py does."
             )
-        super().__init__(c, model, spec)
+        self.whole, self.model, self.spec = c, model, spec
+        self.config = config_at(c, 0)
+        self.step = trace_step(self.config, model, spec=spec)
         self.directory = directory
         self.stopped_by = None
         self.hlo: Path | None = None
@@ -108,6 +130,92 @@ class Run(Schedule):
             kill_programs()  # a second Ctrl-C waits for nothing
         self._cleanup.__exit__(*exc_info)
 
+    # ---- settings and data of a step -----------------------------------------------------------------
+
+    def _be_at(self, step: int) -> None:
+        """Switches to the settings of a step."""
+        c = config_at(self.whole, step)
+        if c != self.config:
+            self.step = self._traced(c)
+            self.config = c
+            self.__dict__.pop("provenance", None)
+
+    def _traced(self, c: Config) -> Step:
+        """Returns the Step of training with these settings."""
+        return self.step if c == self.config else trace_step(c, self.model, spec=self.spec)
+
+    @functools.cached_property
+    def provenance(self) -> dict[str, Any]:
+        """Provenance of the program with the current settings."""
+        return provenance_of(self.step)
+
+    def _resume(self, start: int, loader_state: dict[str, Any]) -> None:
+        """Makes the loaders and step counts from `start` on. Raises ValueError for missing data."""
+        self._be_at(start)
+        whole = self.whole
+        inputs = inputs_of(self.model)
+        self.start = start
+        self.done = start
+        self.loader: Loader = loader_at(whole, start, inputs, loader_state)
+        self.total = total_steps(whole, self.loader)
+        later = [first for first in firsts(whole) if start < first < self.total]
+        # Also those of the last change, so that missing or differing data is reported now.
+        loaders = [self.loader, *(loader_at(whole, first, inputs) for first in later[-1:])]
+        known = whole.training.minutes is None
+        self.passes = loaders[-1].passes(self.batch_of(self.total - 1) + 1) if known else {}
+        self.end_step = min([self.total, *later])
+        self.ahead = [self.config, *(config_at(whole, first) for first in later)]
+
+        def validation(c: Config) -> Loader | None:
+            t = c.training
+            if not t.eval_batches:
+                return None
+            shape = t.batch_size, t.seq_len, self.config.model.vocab
+            options = {"microbatches": t.microbatches, "inputs": inputs}
+            return make_loader(c.data, "validation", *shape, **options)
+
+        split = list(map(validation, self.ahead))
+        self.validation = split[0]
+        every = [loader for loader in (*loaders, *split) if loader]
+        states = self.total, [loader.state(0) for loader in every]
+        check_processes({"dataset": states, "tokenizer": [loader.tokenizer for loader in every]})
+
+    @property
+    def is_over(self) -> bool:
+        """True if no step is left before the next change or the end."""
+        return self.done >= self.end_step
+
+    def due(self, interval: int | None, epochs: float | None = None) -> bool:
+        """Returns True if `interval` divides the steps done, or the last step passed a multiple of `epochs` epochs.
+
+        Also True if `is_over`: after the last step, or before a change of settings. An argument of None is ignored.
+        """
+        if self.is_over or (interval is not None and self.done % interval == 0):
+            return True
+        if epochs is None:
+            return False
+        begin, end = (self.loader.epochs_before(self.batch_of(step)) for step in (self.done - 1, self.done))
+        return begin // Fraction(str(epochs)) < end // Fraction(str(epochs))
+
+    def end_here(self) -> None:
+        """Makes the current step the last of the run: its total is the number of steps done."""
+        self.total = self.end_step = self.done
+
+    def batch_of(self, step: int) -> int:
+        """Returns the index of the batch of a step. Batches in data.skip_steps have an index, but no step."""
+        return batch_of(step, self.config.data.skip_steps)
+
+    def new_passes(self, step: int) -> dict[str, int]:
+        """Returns the sources that the batch of a step begins to read again, each with the number of its pass."""
+        batch = self.batch_of(step)
+        before, after = (self.loader.passes(x) for x in (batch, batch + 1))
+        begun = {name: math.ceil(after[name]) for name in after}
+        return {name: number for name, number in begun.items() if number > max(1, math.ceil(before[name]))}
+
+    def changes(self) -> dict[int, str]:
+        """Describes each change of settings, by the step from which it applies."""
+        return {first: described_change(self.whole, first) for first in firsts(self.whole)[1:]}
+
     # ---- before the first step ----------------------------------------------------------------------------------
 
     def begin(self) -> Any:
@@ -116,7 +224,7 @@ class Run(Schedule):
         keeper = self.keeper
         while state is None:
             start, loader_state, self.skips = keeper.last(self._provenance_at)
-            self.resume(start, loader_state)
+            self._resume(start, loader_state)
             self.clock = Stopwatch(self.whole.training.minutes, keeper.seconds)
             if self.clock.is_over:
                 self.end_here()
@@ -143,7 +251,9 @@ class Run(Schedule):
         """Opens the log and begins the listeners. Returns the facts that provenance.json keeps for the page."""
         c = self.whole
         trackers = tracked(c.trackers, self.directory, c.paths.model_name or "", self.start, dataclasses.asdict(c))
-        speed = speed_of(self.step, self.loader.tokens_per_batch, self._peak, self.tokens_before())
+        # The tokens of the steps before the start may differ from those at the current batch size.
+        more = tokens_before(c, self.start) - self.start * self.loader.tokens_per_batch
+        speed = speed_of(self.step, self.loader.tokens_per_batch, self._peak, more)
         lengths = {
             "total_steps": self.total,
             "start_step": self.start,
@@ -151,9 +261,10 @@ class Run(Schedule):
             "minutes": self.whole.training.minutes,
         }
         self._cleanup.enter_context(self.listeners)
-        self.listeners.check(self)  # before lines of later steps are moved aside
+        for listener in self.listeners:
+            listener.check(self)  # before lines of later steps are moved aside
         send = self._cleanup.enter_context(trackers)
-        options = {"speed": speed, "see": self.listeners.see, "send": send}
+        options = {"speed": speed, "see": self._see, "send": send}
         self.log = self._cleanup.enter_context(RunLog(self.directory, **lengths, **options))
         self._cleanup.push(self._end_by_error)  # before trackers are closed, which take the last lines too
         if not self.is_over:
@@ -163,6 +274,10 @@ class Run(Schedule):
         if not self.is_over and (changed := self.changes().get(self.start)):
             self.log.add_event(self.start, "changed", {"settings": changed})
         return facts_of(self, speed)
+
+    def _provenance_at(self, step: int) -> dict[str, Any]:
+        self._be_at(step)
+        return self.provenance
 
     def signal(self) -> str | None:
         """Returns the name of the signal that stops all processes, which all call this; None without a signal."""
@@ -180,10 +295,6 @@ class Run(Schedule):
         """Path or URL of the checkpoints."""
         return self.keeper.checkpoints.store.url
 
-    def _provenance_at(self, step: int) -> dict[str, Any]:
-        self.be_at(step)
-        return self.provenance
-
     def _planned(self) -> str | None:
         """Plans the next steps, on process 0. Returns the line to print, or None."""
 
@@ -191,18 +302,18 @@ class Run(Schedule):
             if jax.process_index() != 0 or self.start >= self.total:
                 return None
             total = 0 if self.whole.training.minutes is not None else self.total
-            plans = [examine.plan_run(self.traced(c), total, self.directory) for c in reversed(self.ahead)]
+            plans = [examine.plan_run(self._traced(c), total, self.directory) for c in reversed(self.ahead)]
             return plans[-1]  # plan.json is of the next steps
 
         return in_all_processes(plan_ahead)
 
     def check(self) -> None:
         """Raises ShardError unless the steps compute on this mesh what they compute on one device, and are causal."""
-        examine.check(list(map(self.traced, self.ahead)))
+        examine.check(list(map(self._traced, self.ahead)))
 
     def check_kernels(self) -> None:
         """Runs each platform-specific kernel and its reference implementation, and raises if they differ."""
-        examine.check_kernels(list(map(self.traced, self.ahead)), self.options)
+        examine.check_kernels(list(map(self._traced, self.ahead)), self.options)
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles the training step. Keeps its HLO text, for the picture and the profile."""
@@ -238,7 +349,7 @@ class Run(Schedule):
             now_at("in the training step", paused=first)
             if first:
                 self.clock.begin()
-            now = self.clock.now(self.log.seconds_of(2), self.listeners.seconds())
+            now = self.clock.now(self.log.seconds_of(2), [listener.seconds for listener in self.listeners])
             self.arguments = (*self.reference, *([] if now is None else [now]))
             yield step, batch
             if self.stopped_by or self.is_over:
@@ -246,7 +357,8 @@ class Run(Schedule):
 
     def before(self, step: int, state: Any, batch: TokenBatch) -> None:
         """Calls the listeners before a step is dispatched."""
-        self.listeners.before(step, state, batch)
+        for listener in self.listeners:
+            listener.before(step, state, batch)
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
         """Queues the metrics of the step just dispatched, writes those of the step before, and calls the listeners.
@@ -257,7 +369,7 @@ class Run(Schedule):
         clock = self.arguments[-1] if self.clock.minutes is not None else None
         self.log.log(step, vars(metrics) | (vars(clock) if clock else {}))
         if clock:
-            self.clock.see(self.listeners.are_due())
+            self.clock.see([listener.is_due() for listener in self.listeners])
             if self.clock.is_over:
                 self.end_here()
                 self.log.end_here()
@@ -266,7 +378,12 @@ class Run(Schedule):
         for source, number in self.new_passes(step).items():
             self.log.add_event(step, "pass", {"source": source, "pass": number})
         self.stopped_by = self._stop.poll()
-        self.listeners.after(step, state, metrics)
+        for listener in self.listeners:
+            listener.after(step, state, metrics)
+
+    def _see(self, step: int, values: Mapping[str, Any]) -> None:
+        for listener in self.listeners:
+            listener.see(step, values)
 
     @staticmethod
     def to_the_end(train: Callable[[], str | None]) -> str | None:
@@ -289,9 +406,9 @@ class Run(Schedule):
             log(f"{done}. To continue, train for longer (training.{length}).")
             self._stop = self._cleanup.enter_context(StopRequest())  # an export that is missing may take long
         self.log.close()
-        complete = self.listeners.wait()
+        waited = [listener.wait() for listener in self.listeners]
         self.stopped_by = self.signal()
-        if self.done == self.total and complete:
+        if self.done == self.total and all(waited):
             self.listeners.end(Ending("finished"))
             return self.stopped_by  # which also ends a sweep
         if self.stopped_by:

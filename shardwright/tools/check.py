@@ -43,8 +43,8 @@ from shardwright.inspect.soundness import check_steps
 from shardwright.inspect.tables import in_bytes, in_seconds
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.config import Config
+from shardwright.run.flops import parameters_of
 from shardwright.run.launch import start_with_section
-from shardwright.run.report import parameters_of
 from shardwright.run.step import NAMES, Step, open_steps, trace_step
 from shardwright.settings.words import listed, say
 from shardwright.tools.ladder.scales import show_scales

@@ -14,7 +14,7 @@ from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import DataConfig, SourceConfig, StreamConfig, Text, make_loader
 from shardwright.run import evaluation
 from shardwright.run.evaluation import evaluate
-from shardwright.run.schedule import Schedule
+from shardwright.run.run import Run
 from tests.support import tiny
 
 SUMS = [(30.0, 10), (8.0, 6), (100.0, 1), (7.0, 7)]  # of each batch: nats, targets
@@ -152,7 +152,7 @@ def test_a_validation_is_due_where_an_epoch_ends(epochs, expected):
     def is_due(done):
         loader = types.SimpleNamespace(epochs_before=lambda step: Fraction(8 * step, 20))
         at = types.SimpleNamespace(done=done, is_over=False, loader=loader, batch_of=lambda step: step)
-        return Schedule.due(at, None, epochs)
+        return Run.due(at, None, epochs)
 
     assert [done for done in range(1, 10) if is_due(done)] == expected
 

@@ -228,7 +228,7 @@ def test_waiting_for_data_is_printed_if_it_is_much(tmp_path, capsys):
 
 def test_the_loop_times_how_long_it_waits_for_batches():
     waited: list[float] = []
-    log, listeners = SimpleNamespace(add_wait=waited.append, seconds_of=float), SimpleNamespace(seconds=list)
+    log, listeners = SimpleNamespace(add_wait=waited.append, seconds_of=float), []
     run = SimpleNamespace(start=3, end_step=5, stopped_by=None, batch_of=lambda step: step)
     run.log, run.listeners = log, listeners
     run.clock, run.reference, run.is_over = Stopwatch(None), (), False

@@ -9,8 +9,8 @@ import pytest
 
 from shardwright.data import flat_tokens
 from shardwright.data.loader import DataConfig, make_loader
-from shardwright.run.report import describe_data
-from shardwright.run.schedule import Schedule
+from shardwright.run.introduction import describe_data
+from shardwright.run.run import Run
 from tests.support import tiny
 
 pytestmark = pytest.mark.quick
@@ -79,4 +79,4 @@ def test_a_source_that_is_read_again_is_told(filespec):
     """By hand, of four documents, three a step: the passes begin with the documents 0, 4, 8 and 12."""
     loader = make_loader(DataConfig(filespec=filespec, sequence_packing=False), "train", 3, 8)
     run: Any = SimpleNamespace(loader=loader, batch_of=lambda step: step)
-    assert [Schedule.new_passes(run, step).get(filespec) for step in range(5)] == [None, 2, 3, None, 4]
+    assert [Run.new_passes(run, step).get(filespec) for step in range(5)] == [None, 2, 3, None, 4]

@@ -19,7 +19,7 @@ import pytest
 import train
 from shardlib.shardtypes import Array, f32, make_shardings, pytree_dataclass
 from shardwright.modeling.weights import Weight, shapes_of
-from shardwright.run import changes, run, schedule, step
+from shardwright.run import changes, run, step
 from shardwright.run.listeners import Checkpoints, Listener, Skips, checkpoints
 from tests.support import tiny
 
@@ -206,7 +206,7 @@ def remembered(config_at):
 def use(patch) -> None:
     """Patches what runs use: programs are traced and compiled once, and not proved, planned or described."""
     at = remembered(changes.config_at)
-    for module in (changes, schedule, checkpoints):
+    for module in (changes, run, checkpoints):
         patch.setattr(module, "config_at", at)
     lower = step.Step.lower
 
@@ -223,8 +223,8 @@ def use(patch) -> None:
 
     patch.setattr(train, "SPEC", SPEC)
     patch.setattr(train, "Run", Bare)
-    patch.setattr(schedule, "trace_step", trace)
-    patch.setattr(schedule, "provenance_of", lambda step: {"source": {}, "programs": {}, "traced_by": ""})
+    patch.setattr(run, "trace_step", trace)
+    patch.setattr(run, "provenance_of", lambda step: {"source": {}, "programs": {}, "traced_by": ""})
     patch.setattr(step.Step, "lower", lower_once)
     patch.setattr(step.Step, "calls", [])
     patch.setattr(run, "load_spec", lambda: SPEC)

@@ -3,59 +3,15 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from shardwright.run.best_effort import in_a_line
-from shardwright.run.config import Config
-from shardwright.run.metrics import RunLog
-from shardwright.run.step import Step
 
 L = TypeVar("L", bound="Listener")
 
 
-class Training(Protocol):
-    """The attributes of run.Run that listeners read. Run documents them."""
-
-    spec: Any
-    whole: Config
-    config: Config
-    directory: Path
-    step: Step
-    model: Any
-    placement: Any
-    loader: Any
-    arguments: tuple
-    clock: Any
-    options: dict[str, Any]
-    validation: Any
-    provenance: Any
-    start: int
-    done: int
-    end_step: int
-    total: int
-    stopped_by: str | None
-    log: RunLog
-    keeper: Any
-    listeners: "Listeners"
-    skips: dict[str, Any]
-    hlo: Path | None
-    program: Any
-    compiled_s: float
-
-    @property
-    def checkpoints(self) -> str: ...
-
-    @property
-    def is_over(self) -> bool: ...
-
-    def due(self, interval: int | None, epochs: float | None = None) -> bool: ...
-
-    def batch_of(self, step: int) -> int: ...
-
-    def signal(self) -> str | None: ...
-
-    def settle(self) -> None: ...
+Training: TypeAlias = Any
+"""A run.Run, in the floor above, whose docstring has its attributes."""
 
 
 class Ending(NamedTuple):
@@ -113,16 +69,16 @@ class Listener:
         """Releases what it holds, however the run ended."""
 
 
-class Listeners:
-    """Calls all listeners of a list, in order. A context manager, which closes them."""
+class Listeners(contextlib.AbstractContextManager):
+    """The listeners of a run, in order. A context manager, which closes those that have begun."""
 
     def __init__(self, listeners: Sequence[Listener]):
         self._listeners = listeners
         self._begun = contextlib.ExitStack()
         self._has_ended = False
 
-    def __enter__(self) -> "Listeners":
-        return self
+    def __iter__(self) -> Iterator[Listener]:
+        return iter(self._listeners)
 
     def __exit__(self, *exc_info: object) -> None:
         self._begun.close()
@@ -131,39 +87,11 @@ class Listeners:
         """Returns the listener of a class; None if there is none."""
         return next((listener for listener in self._listeners if isinstance(listener, kind)), None)
 
-    def seconds(self) -> list[float]:
-        """Returns `seconds` of each listener."""
-        return [listener.seconds for listener in self._listeners]
-
-    def are_due(self) -> list[bool]:
-        """Calls `is_due` of each listener."""
-        return [listener.is_due() for listener in self._listeners]
-
-    def check(self, run: Training) -> None:
-        """Calls `check` of each listener, which raises ValueError for a wrong setting."""
-        for listener in self._listeners:
-            listener.check(run)
-
     def begin(self, run: Training) -> None:
-        """Calls `begin` of each listener. Those that have begun are closed when the context ends."""
+        """Calls `begin` of each listener."""
         for listener in self._listeners:
             listener.begin(run)
             self._begun.callback(listener.close)
-
-    def before(self, step: int, state: Any, batch: Any) -> None:
-        """Calls `before` of each listener."""
-        for listener in self._listeners:
-            listener.before(step, state, batch)
-
-    def after(self, step: int, state: Any, metrics: Any) -> None:
-        """Calls `after` of each listener."""
-        for listener in self._listeners:
-            listener.after(step, state, metrics)
-
-    def see(self, step: int, values: Mapping[str, Any]) -> None:
-        """Calls `see` of each listener."""
-        for listener in self._listeners:
-            listener.see(step, values)
 
     def end(self, how: Ending) -> None:
         """Calls `end` of each listener, only once. If one raises an error, the later ones get the state "failed".
@@ -182,8 +110,3 @@ class Listeners:
                 how = Ending("failed", in_a_line(first))
         if first:
             raise first
-
-    def wait(self) -> bool:
-        """Calls `wait` of each listener. Returns False if a signal cut the work of any short."""
-        waited = [listener.wait() for listener in self._listeners]
-        return all(waited)

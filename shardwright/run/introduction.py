@@ -1,7 +1,6 @@
 """Prints the lines that describe a run at its start, and collects facts for its report page."""
 
 import itertools
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,21 @@ from omegaconf import OmegaConf
 from shardlib.axes import mesh_text
 from shardwright.cluster.devices import known_options
 from shardwright.data.loader import Loader
-from shardwright.modeling.attention_calls import describe_attention
+from shardwright.modeling.attention_calls import describe_attention, path_of
 from shardwright.run.best_effort import best_effort
 from shardwright.run.changes import MOST_STEPS, tokens_before
 from shardwright.run.config import Config
 from shardwright.run.differences import flat
 from shardwright.run.files import write_whole
-from shardwright.run.flops import Speed
+from shardwright.run.flops import Speed, parameters_of
 from shardwright.run.printing import log
 from shardwright.run.resuming import with_defaults
-from shardwright.run.schedule import Schedule
 from shardwright.run.stages import describe_stages
 from shardwright.run.stores import in_all_processes
 from shardwright.settings.words import listed
 
 
-def parameters_of(model: Any) -> int:
-    """Counts the parameters of a model."""
-    return sum(math.prod(weight.shape) for weight in jax.tree.leaves(model.table))
-
-
-def introduce(run: Schedule, directory: Path, planned: str | None, source_differs: str | None) -> dict[str, Any]:
+def introduce(run: Any, directory: Path, planned: str | None, source_differs: str | None) -> dict[str, Any]:
     """Prints the directory, devices, model, data, plan, attention, stages and changes of a run.
 
     Returns the compiler options that the installed XLA knows. Raises ValueError for invalid settings.
@@ -42,7 +35,7 @@ def introduce(run: Schedule, directory: Path, planned: str | None, source_differ
     # Before the first printed line, because these may raise.
     attention = describe_attention(run.step)
     described = describe_stages(run.config, run.model)
-    check_deterministic(run.config, attention)
+    check_deterministic(run.config, [path_of(run.step.forward, call) for call in run.step.calls])
     reads = jax.process_index() == 0 and not run.is_over
     of_data = in_all_processes(lambda: describe_data(run) if reads else [])
     options = known_options(run.config.hardware.options, log)
@@ -55,10 +48,10 @@ def introduce(run: Schedule, directory: Path, planned: str | None, source_differ
     return options
 
 
-def check_deterministic(c: Config, described: list[str]) -> None:
-    """Raises ValueError if hardware.deterministic is set and `described`, from describe_attention, rules it out."""
-    copies = c.training.unroll != 1 or len(described) > 1 or c.mesh.p != 1
-    if c.hardware.deterministic and copies and any(line.startswith("cudnn") for line in described):
+def check_deterministic(c: Config, paths: list[str]) -> None:
+    """Raises ValueError if hardware.deterministic is set and `paths`, the attention of the layers, rule it out."""
+    copies = c.training.unroll != 1 or len(paths) > 1 or c.mesh.p != 1
+    if c.hardware.deterministic and copies and "cudnn" in paths:
         raise ValueError(
             "hardware.deterministic=true with several calls of cuDNN attention in one program, which XLA compiles but "
             "cannot run (openxla/xla #46500). Set training.attention=triton or blockwise or, with mesh.p=1 and layers "
@@ -66,7 +59,7 @@ def check_deterministic(c: Config, described: list[str]) -> None:
         )
 
 
-def _print_start(run: Schedule, directory: Path) -> None:
+def _print_start(run: Any, directory: Path) -> None:
     mesh = jax.sharding.get_mesh()
     data = run.config.data
     t = run.config.training
@@ -86,7 +79,7 @@ def _print_start(run: Schedule, directory: Path) -> None:
         log(f"files      {line}")
 
 
-def describe_data(run: Schedule) -> list[str]:
+def describe_data(run: Any) -> list[str]:
     """Describes which positions are targets, and how often each source is read, for the start of a run.
 
     Raises ValueError if no sequence has a target.
@@ -131,7 +124,7 @@ def save_config(directory: Path, config: object) -> None:
             write_whole(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
-def facts_of(run: Schedule, speed: Speed) -> dict[str, Any]:
+def facts_of(run: Any, speed: Speed) -> dict[str, Any]:
     """Collects facts about this start of a run for provenance.json, which the report page shows."""
     mesh = jax.sharding.get_mesh()
     hydra = HydraConfig.get() if HydraConfig.initialized() else None
