@@ -62,7 +62,6 @@ class Sweep(Callback):
         self._name, self._jobs = "its name", 0
         self._done: list[str] = []
         self._failed: list[str] = []
-        self._is_over = True  # as long as no job began
 
     def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Adds the directory of each job to its overrides, which reach it through any launcher."""
@@ -98,7 +97,9 @@ class Sweep(Callback):
         self._jobs += 1
         if job_return.status == JobStatus.COMPLETED:
             if job_return.return_value is not None:  # the signal that stopped the run
-                print(f"{job_return.return_value}: the sweep stops here.", file=sys.stderr)
+                print(f"{job_return.return_value}: the sweep stops here. Jobs that are done:", file=sys.stderr)
+                print("".join(f"  {job}\n" for job in self._done), end="", file=sys.stderr)
+                print(f"To resume: the same command, with {override('paths.model_name', self._name)}", file=sys.stderr)
                 sys.exit(STOPPED.code)
             self._done.append(config.hydra.job.override_dirname)
             return
@@ -120,23 +121,10 @@ class Sweep(Callback):
             if jax.distributed.is_initialized() and config.hydra.launcher._target_.endswith(".BasicLauncher"):
                 sys.exit("The sweep stops here: an error ends all processes of a run.")
 
-    def on_job_start(self, config: DictConfig, **kwargs: object) -> None:
-        self._is_over = config.hydra.mode != RunMode.MULTIRUN
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: object) -> None:
-        self._is_over = True
-
     def _end(self, directory: Path) -> None:
-        if not self._is_over:
-            done = f"\nThe sweep {directory} was stopped. Jobs that are done: {len(self._done)}"
-            print("\n  ".join([done, *self._done]), file=sys.stderr)
-            print(f"To resume: the same command, with {override('paths.model_name', self._name)}", file=sys.stderr)
         if self._failed:
             print(f"\n{len(self._failed)} of {self._jobs} jobs of the sweep {directory} failed:", file=sys.stderr)
             print("".join(f"  {line}\n" for line in self._failed), end="", file=sys.stderr)
-        if not self._jobs and [path.name for path in directory.glob("*")] == ["multirun.yaml"]:  # it was refused
-            (directory / "multirun.yaml").unlink()
-            directory.rmdir()
 
 
 def _check_swept(swept: set[str], config: DictConfig) -> None:
