@@ -54,12 +54,6 @@ def parameters_of(model: Any) -> int:
     return sum(math.prod(weight.shape) for weight in jax.tree.leaves(model.table))
 
 
-def parameters_without_embeddings(model: Any) -> int:
-    """Counts the parameters of a model, without those of its embedding and unembedding."""
-    weights = jax.tree.leaves(model.table, is_leaf=lambda x: hasattr(x, "kind"))
-    return sum(math.prod(w.shape) for w in weights if w.kind not in ("embedding", "unembedding"))
-
-
 def attended_keys(calls: Iterable[Call], c: ModelConfig, length: int) -> float:
     """Computes the number of keys that a query attends to, as a mean over layers and over a one-document sequence.
 

@@ -68,6 +68,8 @@ SHARED.add("shardwright.tools.ladder.scales")
 """Modules of several programs."""
 RUN_TESTS = {"bench.faults"}
 """Programs that run tests, and so import what these have in common."""
+READ_STEPS = ("shardwright.run.listeners.profile", "shardwright.run.listeners.standard")
+"""Listeners that analyze the step."""
 MAX_FUNCTION = 60
 
 
@@ -172,7 +174,7 @@ def test_what_reads_a_step_is_reached_by_one_module():
     for name in modules():
         if name == "train" or name.startswith("shardwright.run."):
             found = {target for target, _ in imports(name) if room(target) == "shardwright.inspect"}
-            is_run = name in ("shardwright.run.run", "shardwright.run.listeners.standard")
+            is_run = name in ("shardwright.run.run", *READ_STEPS)
             assert found <= ({"shardwright.inspect.examine"} if is_run else set()), name
             assert '"shardwright.inspect' not in modules()[name].read_text(), name
 

@@ -3,14 +3,16 @@ import gzip
 import json
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from shardwright.inspect.examine import read_trace
-from shardwright.run import profile
 from shardwright.run.flops import PeakFlops, Speed
+from shardwright.run.listeners import profile
 from shardwright.run.metrics import RunLog
 
 SPEED = Speed(100, 1e6, PeakFlops(1e9, "the source of the peak"))
@@ -24,6 +26,7 @@ def profiled_step(x):
 @pytest.fixture(autouse=True)
 def _of_this_program(monkeypatch):
     monkeypatch.setattr(profile, "MODULE", "jit_profiled_step")
+    monkeypatch.setattr(profile.examine, "read_trace", read_trace)  # which profiler_of sets
 
 
 def read_at_once(*_):
@@ -31,16 +34,26 @@ def read_at_once(*_):
     return {"step_bubble": 0.25, "gap_seconds": 1.0, "step_seconds": 4.0}, ""
 
 
+def profiler_of(log: RunLog, read, settle=lambda: None) -> profile.Profile:
+    """The profiler of a run, which reads traces with `read`."""
+    run: Any = SimpleNamespace(log=log, directory=log.directory, start=log.start_step, end_step=log.total_steps)
+    run.settle, run.hlo = settle, None
+    profile.examine.read_trace = read
+    found = profile.Profile()
+    found.begin(run)
+    return found
+
+
 def train(directory, steps, done=None, fetch_s=0.0, start=0, sample_after=None, read=read_trace):
     with RunLog(directory, total_steps=start + steps, start_step=start, speed=SPEED) as log:
-        profiler = profile.StepProfiler(log, read, None, log.total_steps - log.start_step)
+        profiler = profiler_of(log, read)
         x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
         for i in range(steps if done is None else done):
-            profiler.before_step(i)
+            profiler.before(start + i, None, None)
             time.sleep(fetch_s)
             with jax.profiler.TraceAnnotation(f"this is step {i}"):
                 x = profiled_step(x)
-            profiler.after_step(i, x)
+            profiler.after(start + i, None, x)
             if i == sample_after:
                 log.log_event(start + i, "sample", {"text": "a"})
         profiler.close()
@@ -76,10 +89,10 @@ def test_no_other_thread_uses_the_devices_while_the_trace_starts_and_ends(tmp_pa
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: stopped_on.append(threading.current_thread()) or stop())
     with RunLog(tmp_path, total_steps=9, start_step=0, speed=SPEED) as log:
         monkeypatch.setattr(log, "flush", lambda: read.append(i))
-        profiler = profile.StepProfiler(log, read_at_once, None, 9, settle=lambda: settled.append(i))
+        profiler = profiler_of(log, read_at_once, settle=lambda: settled.append(i))
         for i in range(9):
-            profiler.before_step(i)
-            profiler.after_step(i, f"outputs of {i}")
+            profiler.before(i, None, None)
+            profiler.after(i, None, f"outputs of {i}")
         profiler.close()
         assert read == [2]
     assert (waited, settled) == (["outputs of 5"], [2, 5])

@@ -2,7 +2,8 @@
 
 from shardwright.run.listeners.checkpoints import Checkpoints
 from shardwright.run.listeners.listener import Ending, Listener, Listeners, Training
-from shardwright.run.listeners.standard import Picture, Profile, Report, Skips, Statistics, Summary
+from shardwright.run.listeners.profile import Profile
+from shardwright.run.listeners.standard import Picture, Report, Skips, Statistics, Summary
 from shardwright.run.listeners.validation import Validation
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Listeners of each run: statistics, skipped steps, profile, summary, picture of the step, and page."""
+"""Listeners of each run: statistics, skipped steps, summary, picture of the step, and page."""
 
 import time
 from collections.abc import Mapping
@@ -16,7 +16,6 @@ from shardwright.run.listeners.validation import Validation
 from shardwright.run.memory import peak_memory
 from shardwright.run.page import Page
 from shardwright.run.printing import log
-from shardwright.run.profile import StepProfiler
 from shardwright.run.skipping import SkippedSteps, described_documents
 from shardwright.settings.words import override
 
@@ -76,40 +75,6 @@ class Skips(Listener):
 def replay_of(directory: Path, step: int) -> str:
     """Returns the command that replays a step. Step numbers begin at 1."""
     return f"python -m tools.replay {override('run', str(directory))} step={step}"
-
-
-class Profile(Listener):
-    """Profiles a few steps."""
-
-    _profiler: StepProfiler | None = None
-
-    def begin(self, run: Training) -> None:
-        self._run = run
-
-    def before(self, step: int, state: Any, batch: Any) -> None:
-        run = self._run
-        if self._profiler is None:
-            count = run.end_step - run.start
-            self._profiler = StepProfiler(run.log, examine.read_trace, run.hlo, count, run.settle)
-        self._profiler.before_step(step - run.start)
-
-    def after(self, step: int, state: Any, metrics: Any) -> None:
-        if self._profiler:
-            self._profiler.after_step(step - self._run.start, metrics)
-
-    def wait(self) -> bool:
-        if self._profiler:
-            self._profiler.wait(self._run.signal)
-        return True
-
-    def end(self, how: Ending) -> None:
-        self.close()  # so that the page shows what was measured
-        if how.state == "finished" and self._profiler and self._profiler.by_line:
-            log(self._profiler.by_line)
-
-    def close(self) -> None:
-        if self._profiler:
-            self._profiler.close()
 
 
 class Summary(Listener):
