@@ -6,6 +6,7 @@ Adafactor is compared with optax, SOAP with its algorithm in numpy, both in f64.
 import dataclasses
 import fnmatch
 import functools
+import importlib
 import re
 
 import jax
@@ -22,10 +23,9 @@ from shardlib.shardtypes import Factor, ShardError, Subset, f32, i32, make_shard
 from shardlib.values import on_mesh
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
-from shardwright.modeling.weights import Weight, vector
+from shardwright.modeling.weights import Weight
 from shardwright.models import moe
 from shardwright.optimizers.config import GroupConfig
-from shardwright.optimizers.factors import mean, zeros
 from shardwright.optimizers.rates import Update, updates_of
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
@@ -35,6 +35,7 @@ from tests.support import tiny
 from tests.support.optax_truth import random_like
 from tests.support.recipes import changed, module_of
 
+factors = importlib.import_module("factors")  # of docs/recipes
 ADAFACTOR, SOAP = "adafactor", "soap"
 SETTINGS = {ADAFACTOR: {"algorithm": "adafactor"}, SOAP: {"groups": [GroupConfig("layers.w_*", algorithm="soap")]}}
 STEPS = 6
@@ -75,7 +76,7 @@ class Two:
     bias: f32["F/t/d"]
 
 
-TABLE = Two(up=Weight((16, 24), "matrix", inputs=1, outputs=1), bias=vector(24, value=0))
+TABLE = Two(up=Weight((16, 24), "matrix", inputs=1, outputs=1), bias=Weight((24,), "vector"))
 
 
 def updates_by(algorithm: str = "adafactor", table: Two = TABLE) -> Two:
@@ -84,7 +85,7 @@ def updates_by(algorithm: str = "adafactor", table: Two = TABLE) -> Two:
 
 def of_up(dims: str) -> Two:
     """Zeros for the matrix alone."""
-    return jax.jit(lambda: zeros(dims, updates_by(), lambda update: update.weight.sides))()
+    return jax.jit(lambda: factors.zeros(dims, updates_by(), lambda update: update.weight.sides))()
 
 
 def test_zeros_are_sharded_as_declared():
@@ -103,7 +104,7 @@ def kept(w: Two, rows: Subset["inputs", Two]) -> Subset["inputs", Two]:
 
 @typed_shard_map
 def made(w: Two) -> Subset["inputs", Two]:
-    return Two(Factor(mean(w.up, "M/d F/t", "M/d"), 1, 1), None)
+    return Two(Factor(factors.mean(w.up, "M/d F/t", "M/d"), 1, 1), None)
 
 
 def test_what_is_not_the_factor_that_is_declared_is_refused():
@@ -123,12 +124,12 @@ def test_weights_that_cannot_have_the_state_are_refused():
         with pytest.raises(
             ValueError, match=r"^bias has no inputs and outputs, which the state of soap needs; choose another"
         ):
-            zeros("inputs", updates_by("soap"), lambda update: True)
+            factors.zeros("inputs", updates_by("soap"), lambda update: True)
         table = dataclasses.replace(TABLE, up=Weight((16, 6), "matrix", inputs=1, outputs=1))
         expected = "up: the state `F/t by_F/d` of soap: by_F is 6, which d = 4 devices do not divide; choose another "
         expected += "algorithm than soap for it by optimizer.groups."
         with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-            zeros("outputs outputs", updates_by("soap", table), lambda update: update.weight.sides)
+            factors.zeros("outputs outputs", updates_by("soap", table), lambda update: update.weight.sides)
     with pytest.raises(ShardError, match="'rows' are not dims of a Factor"):
         Subset["rows", Two]
 

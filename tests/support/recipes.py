@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-
+sys.path.append(str(ROOT / "docs" / "recipes"))  # patches import the programs beside them
 
 SOURCE = (ROOT / "train.py").read_text()
 

@@ -1,6 +1,7 @@
 """Optimizer state with some dims of a weight: its zeros, and the typed means and broadcasts between it and the weight.
 
-`rows: Subset['inputs', W]` declares such a field in State; shardlib.array_types.Factor has its types.
+`rows: Subset['inputs', W]` declares such a field in State; shardlib.array_types.Factor has its types. The patches
+adafactor.patch and soap.patch import this file: copy it next to train.py.
 """
 
 import math
