@@ -43,8 +43,6 @@ def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:
     """
     for step in {step.config.training.seq_len: step for step in steps}.values():
         check_paths_with_reference(step, options)
-        if check := getattr(step.model, "check_paths", None):
-            check(options)
     products.check_sums()
 
 

@@ -13,7 +13,6 @@ A sequence is the group of tokens that shares the slots of a pool. Neither knows
 on every mesh. docs/parallelism.md shows how to use it.
 """
 
-import copy
 import dataclasses
 import functools
 import math
@@ -22,39 +21,18 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh
 
 from shardlib import shardops
-from shardlib.axes import PIPELINE_AXIS
-from shardlib.exact.compare import run
-from shardlib.exact.inputs import draw
-from shardlib.exact.values import ZERO, equal
 from shardlib.layers import LayerAux
-from shardlib.op_checks import varying
-from shardlib.shardtypes import (
-    Array,
-    Of,
-    bool_,
-    f32,
-    i32,
-    pytree_dataclass,
-    typed,
-    typed_shard_map,
-    u32,
-)
-from shardlib.tracing import tracing
-from shardlib.values import mesh_axes
+from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed
 from shardwright.data.checks import TUNABLE, above_0, at_least_0, check_choice, within
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.attention import Attention
-from shardwright.modeling.attention_calls import Queries
 from shardwright.modeling.experts import pools_without_drops
-from shardwright.modeling.model import Tokens, act, compute_scope
-from shardwright.modeling.weights import at_rest, bias, experts, matrix, shapes_of
+from shardwright.modeling.model import Tokens, act
+from shardwright.modeling.weights import bias, experts, matrix
 from shardwright.models import family
 
-WIDTH = 4
-"""Widths at which two ways to compute a layer are compared."""
 SLOTS = 8
 """The slots of a pool for a sequence are a multiple of this, or of the length of sequences, which the devices of c
 and t divide: else their number would depend on the mesh."""
@@ -98,7 +76,8 @@ class ModelConfig(family.ModelConfig):
     """Pools of experts, in their order, as many in each: those of a pool share its slots. Null: each has its own."""
     capacity_factor: float | None = above_0(None, TUNABLE)
     """Slots of a pool for each sequence, over those that it would fill if all experts were chosen equally often.
-    A choice that finds no slot is dropped. Null: none is, and each expert computes all tokens. Only training drops."""
+    A choice that finds no slot is dropped. Null: none is, and each expert computes all tokens. Only training drops:
+    validation and sampling have slots for all choices."""
     balance_loss: float = at_least_0(0.0, TUNABLE)
     """Factor on the loss that balances experts: experts · Σ (choices for a token) · (mean score), of each sequence
     (arXiv 2101.03961), whose mean counts a sequence by its tokens. In arXiv 2412.19437 it is 1/experts_per_token."""
@@ -162,16 +141,6 @@ class ModelConfig(family.ModelConfig):
         slots = SLOTS * math.ceil(self.capacity_factor * length * self.experts_per_token / pools / SLOTS)
         most = length * min(self.experts_per_token, self.experts // pools)  # what a sequence can fill
         return min(slots, most) if slots < most or pools < self.experts else None
-
-    def without_drops(self, rows: int, length: int, in_pools: bool | None) -> tuple["ModelConfig", int | None]:
-        """Settings of one pool for each device of e, and slots for all choices of `rows` sequences, so none is dropped.
-
-        No slots where that is no faster than all experts with all tokens, or as `in_pools` says.
-        """
-        pools = pools_without_drops(self.experts, self.experts_per_token, rows * length, in_pools)
-        if pools is None:
-            return self, None
-        return dataclasses.replace(self, pools=pools), length * self.experts_per_token
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------
@@ -428,8 +397,6 @@ class Model(family.Model):
 
     Weights = Weights
     config: ModelConfig
-    in_pools: bool | None = None
-    """Whether validation and sampling compute experts in pools. None: where that is faster."""
 
     def layer(self, x: jax.Array, w: Any, tokens: Tokens, attention: Attention) -> Any:
         """One transformer layer, with experts or without."""
@@ -455,17 +422,17 @@ class Model(family.Model):
         routing: Routing = route(nx, w, config)
         counted = jnp.ones_like(tokens.ids, bool) if tokens.counted is None else tokens.counted
         counted = shardops.shard("B/b L/c -> B/b L/c/t", counted)
-        rows, length = shardops.size("B"), shardops.size("L")
-        if tokens.training:
-            pooled = config
-            slots = config.slots(length)
-        else:
-            pooled, slots = config.without_drops(rows, length, self.in_pools)
+        length = shardops.size("L")
+        slots = config.slots(length)
+        if not tokens.training:
+            pools = pools_without_drops(config.experts, config.experts_per_token)
+            slots = None if pools is None else length * config.experts_per_token
+            config = dataclasses.replace(config, pools=pools)
+        filled = None
         if slots is None:
             out = everywhere(nx, routing, w, config)
-            filled = None
         else:
-            out, filled = in_slots(nx, routing, counted, w, slots, pooled)
+            out, filled = in_slots(nx, routing, counted, w, slots, config)
         filled = filled if tokens.training else None
         if config.shared_experts:
             shared = family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, config.activation)
@@ -476,44 +443,3 @@ class Model(family.Model):
             out = out + shared
         aux = aux_of(routing, filled, counted, tokens.target_count, w, config)
         return attended + self.branch(out, w.mlp_out_norm), aux
-
-    def check_paths(self, options: dict | None = None) -> None:
-        """Compares a layer of validation with experts in pools and with each on all tokens, in exact arithmetic.
-
-        Validation and sampling take the faster way, which depends on the mesh. Queries stand for the output of
-        attention, which is the same in both.
-
-        Args:
-            options: not used.
-
-        Raises:
-            ValueError: they differ.
-        """
-        mesh: Any = jax.sharding.get_abstract_mesh()
-        sizes = {axis: min(n, 2) if axis == "e" else 1 for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
-        kinds = {"axis_types": mesh.axis_types[: len(sizes)], "abstract_device": mesh.abstract_device}
-        small = type(self)(dataclasses.replace(self.config, d_model=WIDTH, d_ff=WIDTH))
-
-        @typed_shard_map
-        def difference(w: Of[self.Weights], x: act["B/b L/c/t M"]) -> act["B/b L/c/t M"]:
-            layer = jax.tree.map(lambda x: x[0], at_rest(w, "f32").layers)
-            ids: u32["B/b L"] = varying(jnp.zeros((1, shardops.size("L")), jnp.uint32), {*"rde"} & {*mesh_axes()})
-            tokens = small.prepare(Tokens.before(ids, ids < 0, small.config.bos_id)).in_layer(jnp.int32(0), 0)
-            both = copy.copy(small), copy.copy(small)
-            both[0].in_pools, both[1].in_pools = True, False
-            (found, _), (expected, _) = (model.layer(x, layer, tokens, Queries(tokens)) for model in both)
-            return found - expected
-
-        with compute_scope("f32"), tracing(AbstractMesh((*sizes.values(),), (*sizes,), **kinds)):
-            shapes = shapes_of(small.table)
-            layers = jax.tree.map(lambda x: x.update(shape=(1, *x.shape[1:])), shapes.layers)
-            shapes = dataclasses.replace(shapes, layers=layers)
-            x = jax.ShapeDtypeStruct((sizes.get("e", 1), SLOTS, WIDTH), jnp.float32)
-            program = jax.jit(difference).trace(shapes, x).jaxpr
-        (_, (found,)) = run(program, sizes, draw(program.in_avals, seed=0))
-        if (differs := ~equal(found, ZERO)).any():
-            raise ValueError(
-                f"a layer with experts in pools (moe.in_slots) and with all experts on all tokens (moe.everywhere) "
-                f"differs in {differs.mean():.0%} of its entries. Validation and sampling use either, by the mesh: let "
-                "both compute the same."
-            )

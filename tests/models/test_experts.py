@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import types
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -12,15 +11,13 @@ import numpy as np
 import pytest
 
 import train
-from shardlib import products, shardops, shardtypes
+from shardlib import products, shardops
 from shardlib.layers import LayerMetrics
 from shardlib.shardtypes import bool_, f32
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.causality import check_causal
-from shardwright.inspect.examine import check_kernels
 from shardwright.inspect.soundness import find_unsound
-from shardwright.modeling.attention import Attention
-from shardwright.modeling.model import Tokens, load_model
+from shardwright.modeling.model import load_model
 from shardwright.models import family, moe
 from shardwright.run.step import trace_step
 from tests.support import tiny
@@ -439,11 +436,9 @@ def test_the_block_of_deepseek_v3():
 
 
 def test_evaluation_computes_the_chosen_experts_alone(monkeypatch):
-    """The logits are those of all experts; too few tokens for a pool are left to all experts."""
+    """The logits are those of all experts."""
     c, ids = tiny.config(small(capacity_factor=0.25, experts_per_token=1)), tiny.host_batch().targets
     starts = np.arange(tiny.LENGTH)[None] == np.zeros((len(ids), 1))
-    everywhere, used_all = moe.everywhere, []
-    monkeypatch.setattr(moe, "everywhere", lambda *args: used_all.append(1) or everywhere(*args))
     with jax.set_mesh(tiny.mesh(MESH)):
         of = tiny.forward_of(moe.Model(c.model), c.training, in_training=False)
         w = jax.tree.map(lambda x: jax.random.normal(jax.random.key(sum(x.shape)), x.shape), of.model.table)
@@ -455,64 +450,13 @@ def test_evaluation_computes_the_chosen_experts_alone(monkeypatch):
 
             return np.asarray(run(w, TokenBatch(ids, starts, starts)))
 
-        found = logits()
-        assert not used_all
-        assert c.model.without_drops(1, 8, None)[1] is None
-        monkeypatch.setattr(moe.ModelConfig, "without_drops", lambda c, *_: (c, None))
+        with monkeypatch.context() as patch:
+            patch.setattr(moe, "everywhere", None)
+            found = logits()
+
+        def in_all(x, routing, counted, w, slots, config):
+            return moe.everywhere(x, routing, w, config), None
+
+        monkeypatch.setattr(moe, "in_slots", in_all)
         expected = logits()
-    assert used_all
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-
-
-def few_slots(without_drops: Callable) -> Callable:
-    """The settings of pools that have slots for half of the choices."""
-
-    def changed(*args):
-        c, slots = without_drops(*args)
-        return c, slots and slots // 2
-
-    return changed
-
-
-WRONG_WAYS = {
-    "pools": (moe, "in_slots", lambda right: lambda *args: jax.tree.map(lambda x: 1.5 * x, right(*args))),
-    "all experts": (moe, "everywhere", lambda right: lambda *args: 1.5 * right(*args)),
-    "slots": (moe.ModelConfig, "without_drops", few_slots),
-}
-
-
-@pytest.mark.parametrize(
-    ("mesh", "way"),
-    [
-        ("one device", "pools"),
-        pytest.param("p=2 e=2 d=2", "all experts", marks=pytest.mark.long),
-        pytest.param("one device", "slots", marks=pytest.mark.long),
-    ],
-)
-def test_the_two_ways_of_validation_are_compared(mesh, way, monkeypatch):
-    """At the start of a run, since the check of a step sees the one that is faster on this mesh."""
-    c = tiny.config(small(expert_bias=True, shared_experts=1, experts_per_token=2))
-    with jax.set_mesh(tiny.mesh(mesh)):
-        step = trace_step(c, load_model(c.model), jax.sharding.get_mesh())
-        check_kernels([step], {})
-        of, name, change = WRONG_WAYS[way]
-        monkeypatch.setattr(of, name, change(getattr(of, name)))
-        with pytest.raises(ValueError, match=r"moe.in_slots.* and .*moe.everywhere.* differs in [1-9]"):
-            check_kernels([step], {})
-
-
-@pytest.mark.long
-def test_the_layer_that_chooses_a_way_of_validation_is_compared():
-    """An edit beside the choice, in what one of the two returns."""
-
-    class Edited(moe.Model):
-        @shardtypes.typed
-        def layer(self, x: train.act["B/b L/c/t M"], w: moe.Layer, tokens: Tokens, attention: Attention):
-            out, aux = super().layer(x, w, tokens, attention)
-            return (out if self.in_pools or tokens.training else x + 1.5 * (out - x)), aux
-
-    c = tiny.config(small(experts_per_token=2))
-    with jax.set_mesh(tiny.mesh("one device")):
-        moe.Model(c.model).check_paths()
-        with pytest.raises(ValueError, match="differs in 100%"):
-            Edited(c.model).check_paths()
