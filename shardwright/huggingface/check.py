@@ -1,12 +1,9 @@
 """Compares a run's logits with those of transformers for the same model files, in f32 on one CPU device."""
 
-import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shardlib.shardtypes import Of, f32, make_shardings, typed_shard_map
@@ -14,7 +11,6 @@ from shardwright.cluster.devices import make_mesh
 from shardwright.data.loader import TokenBatch
 from shardwright.data.untrusted import refused
 from shardwright.huggingface import families
-from shardwright.huggingface.tensors import Tensors
 from shardwright.modeling.attention_calls import calls_of
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
@@ -79,14 +75,13 @@ def check_rules(c: ModelConfig, config: dict) -> None:
             )
 
 
-def compare_logits(c: Any, weights: object, directory: Path, tensors: Tensors | None = None) -> str:
+def compare_logits(c: Any, weights: object, directory: Path) -> str:
     """Compares the logits of a text. Returns a description of the comparison and of the difference.
 
     Args:
         c: the run's ModelConfig.
         weights: weights of the run, as NumPy arrays.
         directory: directory of config.json and the safetensors.
-        tensors: what transformers computes with, if not the files, of which it would quantize or dequantize some.
 
     Raises:
         ValueError: the logits differ by more than TOLERANCE, or are not finite; torch is missing, or transformers has
@@ -100,20 +95,12 @@ def compare_logits(c: Any, weights: object, directory: Path, tensors: Tensors | 
             f"the comparison with transformers needs {error.name}: pip install torch transformers, or set check=false."
         ) from error
     options: dict[str, Any] = {"attn_implementation": "eager", "use_safetensors": True, "trust_remote_code": False}
-    kind, source = transformers.AutoModelForCausalLM, directory
+    kind = transformers.AutoModelForCausalLM
     with refused("transformers does not open this model", "check=false skips the comparison."):
-        if tensors is not None:
-            config = options["config"] = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-            vars(config).pop("quantization_config", None)
-            options["state_dict"] = {name: torch.tensor(x) for name, x in tensors.items()}
-            with torch.device("meta"):
-                kind, source = type(kind.from_config(config)), None
-        model = kind.from_pretrained(source, dtype=torch.float32, **options).eval()
+        model = kind.from_pretrained(directory, dtype=torch.float32, **options).eval()
     length = min(LENGTH, getattr(model.config, "max_position_embeddings", None) or LENGTH)
     targets = np.random.default_rng(0).integers(0, c.vocab, (1, length)).astype(np.uint32)
     ids = np.concatenate([[c.bos_id], targets[0, :-1]])
-    if getattr(c, "rope_scaling", None):  # transformers uses the length of the text
-        c = dataclasses.replace(c, rope_scaling=dataclasses.replace(c.rope_scaling, length=length))
     own = own_logits(c, weights, targets)
     with torch.no_grad():
         found = model(torch.tensor(ids)[None], use_cache=False).logits[0].numpy()
@@ -124,25 +111,6 @@ def compare_logits(c: Any, weights: object, directory: Path, tensors: Tensors | 
             f"{far:.2g} of the largest."
         )
     return f"logits of {length} tokens with those of transformers: they differ by at most {far:.1g} of the largest"
-
-
-def round_weights(weights: object, dtype: Any) -> Any:
-    """Rounds weights to a dtype, by XLA. They stay f32."""
-    return jax.tree.map(lambda x: np.asarray(jnp.asarray(x).astype(dtype).astype(jnp.float32)), weights)
-
-
-def check_rounding(exact: Mapping[str, np.ndarray], directory: Path, dtype: Any) -> None:
-    """Raises ValueError unless each number in a model's files is one of `dtype` that is nearest to the exact one."""
-    about = jnp.finfo(dtype)
-    share = 0.0 if dtype == jnp.float32 else about.eps / 2  # half a unit in the last place
-    least = 0.0 if dtype == jnp.float32 else float(about.smallest_subnormal) / 2
-    written = Tensors(directory)
-    for name, x in exact.items():
-        off = np.abs(written[name] - x) > share * np.abs(x) + least
-        if off.any():
-            raise ValueError(
-                f"{name} is not rounded to the nearest {about.dtype}: {written[name][off][0]} for {x[off][0]}."
-            )
 
 
 def own_logits(c: object, weights: object, targets: np.ndarray) -> np.ndarray:

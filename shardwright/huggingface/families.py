@@ -5,7 +5,6 @@ docs/huggingface.md describes `to_huggingface` and `from_huggingface`.
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -31,8 +30,6 @@ class Kind(NamedTuple):
     every: Mapping[str, tuple[str, Any, Any]] = {}
     """Our settings that change every n-th layer, with the list of layers in transformers' config.json, and its entries
     for such a layer and for the others."""
-    needs: tuple[str, ...] = ()
-    """Our settings that must not be null."""
     fixed: Mapping[str, Any] = {}
     """Settings in transformers that must have these values for the same math."""
     names: Mapping[str, str | None] = {}
@@ -64,13 +61,11 @@ _FIXED = {  # our math in transformers' settings
 }
 _ROPE = {
     "linear": (),
-    "dynamic": (),
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
         *("beta_slow", "beta_fast", "original_max_position_embeddings"),
         *("attention_factor", "truncate", "mscale", "mscale_all_dim"),
     ),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"),
 }
 """Settings in transformers of each kind of RoPE scaling, beside `factor`."""
 _ROPE_OURS = {
@@ -78,8 +73,6 @@ _ROPE_OURS = {
     "high_freq_factor": "high_frequency_factor",
     "beta_slow": "slow_turns",
     "beta_fast": "fast_turns",
-    "short_factor": "short_factors",
-    "long_factor": "long_factors",
     "original_max_position_embeddings": "original_length",
 }
 """Those of them that RopeScaling names otherwise."""
@@ -117,7 +110,6 @@ _GEMMA = {"norms": "both", "norm_offset": True, "embedding_scaled": True, "activ
 _GEMMA_SETTINGS = _WINDOW | {"logit_softcap": "final_logit_softcapping", "attention_scalar": "query_pre_attn_scalar"}
 _CAPPED = {"attention_softcap": "attn_logit_softcapping"}
 _GELU = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
-_MULTIPLIERS = {name: name for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier")}
 
 _EXPERTS = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 _LOCAL_EXPERTS = _EXPERTS | {"experts": "num_local_experts"}
@@ -141,9 +133,6 @@ _SCORED_SETTINGS = _SPARSE | {
 }
 _SCORED_NAMES = {f"shared_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")}
 _SCORED_NAMES |= _SWIGLU | {"router_bias": "mlp.gate.e_score_correction_bias"}
-_GROUPED = _ROUTER | dict.fromkeys(("w_gate", "w_up"), "mlp.experts.gate_up_proj") | {"w_down": "mlp.experts.down_proj"}
-"""Names of experts and router in memory of transformers 5, where one array has all experts of a layer.
-`save_pretrained(save_original_format=False)` writes them."""
 KINDS = {
     "llama": Kind("train"),
     "qwen3": Kind("train", ours={"qk_norm": True}),
@@ -169,15 +158,6 @@ KINDS = {
         names=_OUT_NORMS,
     ),
     "phi3": Kind("family", settings=_WINDOW | _ROTARY_SHARE, names=_FUSED),
-    "cohere2": Kind(
-        "family",
-        ours={"parallel": True, "layer_norm": True},
-        settings=_WINDOW | {"norm_epsilon": "layer_norm_eps", "logit_divisor": "logit_scale"},
-        every=_FULL_EVERY | {"no_rope_every": _FULL_EVERY["full_every"]},
-        needs=("window",),
-        neighbors={"w_q": "d_head", "w_k": "d_head"},
-    ),
-    "granite": Kind("family", settings=_MULTIPLIERS | {"logit_divisor": "logits_scaling"}),
     "mixtral": Kind(
         "moe",
         settings=_LOCAL_EXPERTS,
@@ -282,7 +262,6 @@ def kind_of(c: ModelConfig) -> str:
     for name, kind in kinds.items():
         known = {**usual, **kind.ours, **{ours: getattr(c, ours) for ours in (*kind.settings, *kind.every)}}
         others[name] = [ours for ours, value in known.items() if getattr(c, ours) != value]
-        others[name] += [ours for ours in kind.needs if getattr(c, ours) is None]
     found = getattr(c, "family", None) or min(others, key=lambda name: len(others[name]))
     if found not in kinds:
         raise ValueError(f"model.family is {found!r}; it can be {', '.join(kinds)}, or null.")
@@ -298,34 +277,28 @@ def _architecture(found: str) -> str:
     return f"{name}ForCausalLM"
 
 
-def names_of(c: Any, grouped: bool = False) -> Names:
-    """Returns the table of names for a model with these settings. In both layouts, heads are in the order K, Q.
-
-    Args:
-        c: settings of the model.
-        grouped: the names of experts are those of _GROUPED.
-    """
+def names_of(c: Any) -> Names:
+    """Returns the table of names for a model with these settings. In both layouts, heads are in the order K, Q."""
     found = kind_of(c)
     table = load_model(c).table
-    layers_of = functools.partial(_layers_of, KINDS[found], c, grouped)
+    layers_of = functools.partial(_layers_of, KINDS[found])
     shaped: dict[str, tuple[int, ...]] = {}
     if KINDS[found].module == "delta":
         shaped["conv1d.weight"] = (-1, 1, c.taps)
         out = {"w_o": "linear_attn.out_proj.weight"}
         every = c.deltas + 1
-        kinds = [
-            layers_of(table.layers.delta, own=out, field="layers.delta", in_block=True, every=every),
-            layers_of(table.layers.full, own={}, field="layers.full", first=c.deltas, every=every),
+        layers = [
+            layers_of(table.layers.delta, out, field="layers.delta", in_block=True, every=every),
+            layers_of(table.layers.full, field="layers.full", first=c.deltas, every=every),
         ]
     else:
         dense = getattr(c, "dense_layers", 0)
-        kinds = [layers_of(table.dense, own={}, field="dense")] if dense else []
-        kinds.append(layers_of(table.layers, first=dense))
+        layers = [layers_of(table.dense, field="dense")] if dense else []
+        layers.append(layers_of(table.layers, first=dense))
     return Names(
         family=found,
         whole={ours: theirs for ours, theirs in _WHOLE.items() if not (c.tied_embeddings and ours == "unembed")},
-        layer={},
-        kinds=kinds,
+        layers=layers,
         transposed=True,
         shaped=shaped,
         base="model.",
@@ -334,24 +307,16 @@ def names_of(c: Any, grouped: bool = False) -> Names:
     )
 
 
-def _layers_of(
-    kind: Kind, c: ModelConfig, grouped: bool, table: Any, own: Mapping[str, str] | None = None, **place: Any
-) -> Layers:
-    """Returns the names of the weights in layers with this table. `place` is their place in the model.
+def _layers_of(kind: Kind, table: Any, own: Mapping[str, str] = {}, **place: Any) -> Layers:
+    """Returns the names of the weights in layers with this table, of which `own` are those of these layers alone.
 
-    `own` are names of these layers alone, if layers are of several kinds: each has some of the weights in the names.
+    `place` is their place in the model.
     """
     has_experts = hasattr(table, "router")
-    of_kind = {ours: theirs for ours, theirs in kind.names.items() if has_experts or "{}" not in str(theirs)}
-    names = {**_LAYER, **of_kind}
-    names |= {**(_GROUPED if grouped and has_experts else {}), **(own or {})}
-    absent = {*kind.stacks, *(() if c.qk_norm else ("q_norm", "k_norm"))}
-    absent |= {ours for ours in names if getattr(table, ours, True if own is None else None) is None}
-    return Layers(
-        _by_theirs({ours: theirs for ours, theirs in names.items() if theirs and ours not in absent}),
-        _by_theirs(kind.stacks),
-        **place,
-    )
+    names = {**_LAYER, **kind.names, **own}
+    names = {ours: theirs for ours, theirs in names.items() if theirs and (has_experts or "{}" not in theirs)}
+    names = {ours: theirs for ours, theirs in names.items() if getattr(table, ours, None) and ours not in kind.stacks}
+    return Layers(_by_theirs(names), _by_theirs(kind.stacks), **place)
 
 
 def _by_theirs(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -370,11 +335,7 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
     config: dict[str, Any] = {"architectures": [_architecture(found)], "model_type": found, "pad_token_id": None}
     config |= {**_FIXED, **kind.fixed}
     config |= {theirs: getattr(c, ours) for ours, theirs in {**_SETTINGS, **kind.settings}.items()}
-    for ours, every in kind.every.items():
-        layers = _layers(c.layers, getattr(c, ours), every)
-        if config.setdefault(every[0], layers) != layers:
-            alike = " and ".join(f"model.{name}" for name in kind.every)
-            raise ValueError(f"{alike} differ; {found} in transformers has one {every[0]} for them: set them alike.")
+    config |= {every[0]: _layers(c.layers, getattr(c, ours), every) for ours, every in kind.every.items()}
     # RoPE's names before transformers 5.0, which later versions and other programs also read.
     config |= {"num_attention_heads": c.heads, "max_position_embeddings": None}
     # For gpt-oss, null means YaRN.
@@ -389,14 +350,6 @@ def _converted(config: Mapping[str, Any], c: Any, kind: Kind) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if config.get("query_pre_attn_scalar", c.d_head) is None:
         found["query_pre_attn_scalar"] = c.d_head
-    if config.get("attention_multiplier", 1.0) is None:
-        found["attention_multiplier"] = c.d_head**-0.5
-    if "logit_scale" in config:
-        found["logit_scale"] = 1 / c.logit_divisor
-        if c.d_head * c.heads != c.d_model:
-            raise ValueError(
-                f"model.d_head is {c.d_head}; cohere2 in transformers has d_model / heads = {c.d_model / c.heads:g}."
-            )
     if "dense_d_ff" in kind.settings:
         found |= {"num_hidden_layers": c.dense_layers + c.layers, "intermediate_size": c.dense_width}
     if _SHARED_WIDTH in config:
@@ -423,19 +376,13 @@ def _scale_rope(config: dict[str, Any], c: ModelConfig, found: str) -> None:
             raise ValueError(f"model.window_rope_base is null, but {found} does not scale RoPE in windows; set it.")
         config["rope_local_base_freq"] = c.rope_base
     if scaling is not None:
-        if found == "phi3" and scaling.kind != "longrope":
-            raise ValueError(
-                f"model.rope_scaling.kind is {scaling.kind!r}; phi3 in transformers supports only longrope."
-            )
+        if found == "phi3":
+            raise ValueError("model.rope_scaling is set, but phi3 in transformers has none of its kinds.")
         values = {theirs: getattr(scaling, ours) for theirs, ours in _rope_names(scaling.kind).items()}
         values = {theirs: value for theirs, value in values.items() if value is not None}
         config["rope_scaling"] = {"rope_type": scaling.kind} | values
         if scaling.kind == "llama3":
             config["max_position_embeddings"] = round(scaling.original_length * scaling.factor)
-        if scaling.kind == "dynamic":
-            config["max_position_embeddings"] = scaling.original_length
-        if scaling.kind == "longrope":  # Phi-3 reads it here
-            config["original_max_position_embeddings"] = scaling.original_length
     if found == "olmo3":  # reads the base of windows only here
         full = {"rope_type": "default", "rope_theta": c.rope_base} | (config["rope_scaling"] or {})
         of_windows = {"rope_type": "default", "rope_theta": config.pop("rope_local_base_freq")}
@@ -499,8 +446,7 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     c = module_of(kind.module).ModelConfig(**settings, **({} if kind.module == "train" else {"family": found}))
     check_ranges("config.json, as a run has it: model", c)
     c.check(seq_len=1)
-    grouped = not kind.stacks and any(name.endswith(_GROUPED["w_down"]) for name in tensors)
-    table = names_of(c, grouped)
+    table = names_of(c)
     left = "".join(f"|{re.escape(name)}" for name in left_out(config, tensors))
     weights = dataclasses.replace(table, unused=table.unused + left).from_tensors(tensors, load_model(c).table)
     return c, _as_neighbors(weights, c, kind, back=True) if config.get("rope_interleave", True) else weights
@@ -513,8 +459,6 @@ def _convert_back(settings: dict[str, Any], config: Mapping[str, Any], kind: Kin
         ValueError: no settings of ours become these.
     """
     theirs = kind.settings
-    if "logit_scale" in theirs.values():
-        settings["logit_divisor"] = 1 / (config["logit_scale"] or math.inf)
     if "dense_layers" in theirs:
         if settings["dense_layers"] >= settings["layers"]:
             raise ValueError(
@@ -579,8 +523,6 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling 
         ours: rope[theirs] for theirs, ours in _rope_names(kind).items() if rope.get(theirs) is not None
     }
     length = config.get("max_position_embeddings")
-    if kind in ("dynamic", "longrope"):
-        values = {"original_length": length, "length": length} | values
-    if kind in ("yarn", "longrope") and "factor" not in values:
+    if kind == "yarn" and "factor" not in values:
         values["factor"] = length / values["original_length"]
     return RopeScaling(kind=kind, **values)

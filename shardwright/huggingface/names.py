@@ -19,7 +19,7 @@ from shardwright.run.checkpoint_arrays import named_leaves
 class Layers:
     """The names of the weights in layers of one kind."""
 
-    layer: Mapping[str, tuple[str, ...]]
+    names: Mapping[str, tuple[str, ...]]
     """Their name, with {} for the number of the layer, and once more for that of the expert; and ours, which stand side
     by side along its outputs."""
     stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -45,8 +45,8 @@ class Names:
     """Name of the family, for messages."""
     whole: Mapping[str, str]
     """Weights outside of the layers: our name, and theirs."""
-    layer: Mapping[str, tuple[str, ...]]
-    """Of `Layers`, for a model whose layers are all of one kind. So are `experts` and `stacks`."""
+    layers: Sequence[Layers]
+    """Weights of the layers of each kind."""
     transposed: bool
     """Whether their matrices are [outputs, inputs], as in torch.nn.Linear."""
     base: str
@@ -54,24 +54,15 @@ class Names:
     unused: str
     """Regular expression of the end of tensors that files may have and that are not read: those without effect, and
     lm_head.weight where it is `embed` again."""
-    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    kinds: Sequence[Layers] = ()
-    """Of a model whose layers are of several kinds."""
     shaped: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """Vectors of ours that have several dims in theirs: the end of their name, and the shape."""
-
-    @property
-    def _kinds(self) -> Sequence[Layers]:
-        experts = {theirs: (ours,) for theirs, ours in self.experts.items()}
-        return self.kinds or (Layers({**self.layer, **experts}, self.stacks),)
 
     def check(self, weights: object) -> None:
         """Raises ValueError for weights that are not in the table, and for those of the table that are missing."""
         found = set(named_leaves(weights))
         known = {*self.whole}
-        for kind in self._kinds:
-            names = itertools.chain(*kind.layer.values(), *kind.stacks.values())
+        for kind in self.layers:
+            names = itertools.chain(*kind.names.values(), *kind.stacks.values())
             known |= {_path(kind, name) for name in names}
         if other := sorted(found ^ known):
             raise ValueError(
@@ -85,7 +76,7 @@ class Names:
         shapes = {name: weight.shape for name, weight in named_leaves(table).items()}
         for ours, theirs in self.whole.items():
             yield theirs, ..., {ours: shapes[ours]}, False
-        for kind in self._kinds:
+        for kind in self.layers:
             yield from self._walk_layers(kind, attrgetter(kind.field)(table))
 
     def _walk_layers(self, kind: Layers, table: Any) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]], bool]]:
@@ -95,7 +86,7 @@ class Names:
         def number(of_layer: tuple[int, ...]) -> int:
             return kind.first + kind.every * of_layer[0] + sum(of_layer[1:])
 
-        for theirs, names in {**kind.layer, **kind.stacks}.items():
+        for theirs, names in {**kind.names, **kind.stacks}.items():
             is_stack = theirs in kind.stacks
             weights = {_path(kind, name): getattr(table, name) for name in names}
             inner = dims + theirs.count("{}") - 1

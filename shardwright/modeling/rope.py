@@ -17,7 +17,7 @@ def rope_frequencies(c: ModelConfig) -> np.ndarray:
     frequency between (Llama 3.1's published code, `apply_scaling`); yarn interpolates by the index of the pair.
 
     Raises:
-        ValueError: the two factors of llama3 or yarn leave no room between them, or longrope lacks some factors.
+        ValueError: the two factors of llama3 or yarn leave no room between them.
     """
     pairs = np.arange(c.d_head // 2)
     scaling = c.rope_scaling
@@ -26,14 +26,6 @@ def rope_frequencies(c: ModelConfig) -> np.ndarray:
         return np.asarray(frequencies, np.float32)
     if scaling.kind == "linear":
         return np.asarray(frequencies / scaling.factor, np.float32)
-    if scaling.kind == "dynamic":
-        stretch = max(1.0, scaling.factor * (scaling.length / scaling.original_length - 1) + 1)
-        return np.asarray(frequencies * stretch ** (-2 * pairs / (c.d_head - 2)), np.float32)
-    if scaling.kind == "longrope":
-        name = "short_factors" if scaling.length <= scaling.original_length else "long_factors"
-        if len(factors := getattr(scaling, name)) != len(pairs):
-            raise ValueError(f"model.rope_scaling.{name} has {len(factors)} factors; it must have {len(pairs)}.")
-        return np.asarray(frequencies / np.array(factors), np.float32)
     names = (
         ("low_frequency_factor", "high_frequency_factor") if scaling.kind == "llama3" else ("slow_turns", "fast_turns")
     )
@@ -71,8 +63,6 @@ def attention_factor(scaling: RopeScaling | None) -> float:
         if scaling.mscale and scaling.mscale_all_dim:
             return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
         return yarn_mscale(scaling.factor)
-    if scaling.kind == "longrope":
-        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_length))
     return 1.0
 
 

@@ -12,8 +12,7 @@ class RopeScaling:
 
     kind: str
     """linear: divides positions by `factor` (arXiv 2306.15595). llama3: stretches only long wavelengths (Llama 3.1).
-    yarn: the same, between two entries of a head (arXiv 2309.00071). dynamic: another base for sequences longer than
-    original_length. longrope: one factor per wavelength (arXiv 2402.13753)."""
+    yarn: the same, between two entries of a head (arXiv 2309.00071)."""
     factor: float = at_least_1()
     """Length of the new sequences divided by that of the original training; at least 1."""
     original_length: int = at_least_1(8192)
@@ -29,19 +28,12 @@ class RopeScaling:
     truncate: bool = True
     """yarn: True rounds the ends of the interpolation to whole entries."""
     attention_factor: float | None = above_0(None)
-    """yarn, longrope: factor on the rotated queries and keys. Null: 0.1·ln(factor) + 1 for yarn, √(1 + ln(factor) /
-    ln(original_length)) for longrope."""
+    """yarn: factor on the rotated queries and keys. Null: 0.1·ln(factor) + 1."""
     mscale: float | None = above_0(None)
     """yarn: with mscale_all_dim, attention_factor is the ratio of 0.1·mscale·ln(factor) + 1 and the same of
     mscale_all_dim, if it is null (DeepSeek-V3)."""
     mscale_all_dim: float | None = above_0(None)
     """yarn: as mscale. Latent attention also multiplies scores by the square of 0.1·mscale_all_dim·ln(factor) + 1."""
-    length: int = at_least_1(8192)
-    """dynamic, longrope: tokens in a sequence, which determine the angles whatever the actual sequence's length."""
-    short_factors: list[float] = dataclasses.field(default_factory=list)
-    """longrope: factors on the wavelengths if `length` is at most original_length."""
-    long_factors: list[float] = dataclasses.field(default_factory=list)
-    """longrope: factors on the wavelengths if `length` is more."""
 
 
 @dataclasses.dataclass
@@ -114,10 +106,8 @@ class ModelConfig:
                 "pairs: make them even."
             )
         if self.rope_scaling is not None:
-            check_choice(
-                "model.rope_scaling.kind", self.rope_scaling.kind, ("linear", "llama3", "yarn", "dynamic", "longrope")
-            )
-            if self.rope_scaling.attention_factor is not None and self.rope_scaling.kind not in ("yarn", "longrope"):
+            check_choice("model.rope_scaling.kind", self.rope_scaling.kind, ("linear", "llama3", "yarn"))
+            if self.rope_scaling.attention_factor is not None and self.rope_scaling.kind != "yarn":
                 raise ValueError(
                     f"model.rope_scaling.attention_factor is {self.rope_scaling.attention_factor}, which kind "
                     f"{self.rope_scaling.kind} does not have; set it to null."

@@ -125,7 +125,7 @@ class DeltaNet:
     b_decay: bias["R/t U", f32]
     value_norm: gain["W"]
     w_o: matrix["R/t U W -> M/fsdp"]
-    mlp_norm: gain["M if norms_mlp"]
+    mlp_norm: gain["M if norms_before"]
     attention_out_norm: gain["M if norms_after"]
     mlp_out_norm: gain["M if norms_after"]
 
@@ -284,7 +284,7 @@ class Model(moe.Model):
         for i in range(self.config.deltas):
             of_layer = jax.tree.map(lambda stack, i=i: stack[i], w.delta)
             attended = save_for_backward(x + self.delta(x, of_layer, tokens, attention, f"delta_{i}"))
-            x, aux = self.with_experts(x, attended, of_layer, tokens)
+            x, aux = self.with_experts(attended, of_layer, tokens)
             found.append(aux)
         x, aux = super().layer(x, w.full, tokens, attention)
         found.append(aux)
@@ -341,4 +341,5 @@ class Model(moe.Model):
         gated = (normed * jax.nn.silu(jnp.float32(gate)).reshape(read.shape)).astype(x.dtype)
         w_o = shardops.all_gather("R/t U W M/fsdp -> R/t U W M", w.w_o)
         out = shardops.matmul("B/b L/c R/t U W, R/t U W M -> B/b L/c M +t", save_for_backward(gated), w_o)
-        return self.branch(shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out), w.attention_out_norm)
+        out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+        return self.normed(out, w.attention_out_norm)

@@ -1,4 +1,4 @@
-"""Relatives of the Llama: what Qwen2, Mistral, OLMo, SmolLM 3, Gemma, Phi-3, Cohere 2, Granite and gpt-oss change.
+"""Relatives of the Llama: what Qwen2, Mistral, OLMo, SmolLM 3, Gemma, Phi-3 and gpt-oss change.
 
     python -m tools.huggingface_to_checkpoint model=<one of them> output=runs/<name>
 
@@ -42,10 +42,6 @@ class ModelConfig(settings.ModelConfig):
     """A score for each head that belongs to no key (gpt-oss)."""
     norms: str = "before"
     """Norms of attention and of the MLP: before, on their inputs; after, on their outputs (OLMo 2); both (Gemma 2)."""
-    parallel: bool = False
-    """Whether the MLP reads what attention reads, the input of the layer, by the same norm (Cohere)."""
-    layer_norm: bool = False
-    """Whether norms of positions, and of heads by qk_norm, subtract the mean first: LayerNorm without bias (Cohere)."""
     norm_offset: bool = False
     """Whether norms of positions, and of heads by qk_norm, multiply by 1 + weight (Gemma)."""
     qk_norm_all: bool = False
@@ -64,16 +60,8 @@ class ModelConfig(settings.ModelConfig):
     """Scores x become softcap·tanh(x/softcap) (Gemma 2). Null: no cap."""
     attention_scalar: int | None = at_least_1(None)
     """Products of queries and keys are divided by its root (Gemma 2). Null: d_head."""
-    attention_multiplier: float | None = above_0(None)
-    """Factor on the products of queries and keys (Granite). Null: 1/√attention_scalar."""
     embedding_scaled: bool = False
     """Whether the embedding is multiplied by √d_model (Gemma)."""
-    embedding_multiplier: float = above_0(1.0)
-    """Factor on the embedding (Granite)."""
-    residual_multiplier: float = above_0(1.0)
-    """Factor on the outputs of attention and of the MLP before they are added to the residual stream (Granite)."""
-    logit_divisor: float = above_0(1.0)
-    """Logits are divided by it, before a soft-cap (Granite)."""
     activation: str = "silu"
     """Activation of the MLP: silu; gelu, approximated by tanh (Gemma); or clamped, as `gated` says (gpt-oss)."""
 
@@ -88,11 +76,6 @@ class ModelConfig(settings.ModelConfig):
     def norms_before(self) -> bool:
         """Whether attention and MLP have norms before them."""
         return self.norms != "after"
-
-    @property
-    def norms_mlp(self) -> bool:
-        """Whether the MLP has a norm of its own before it."""
-        return self.norms_before and not self.parallel
 
     @property
     def norms_after(self) -> bool:
@@ -115,8 +98,6 @@ class ModelConfig(settings.ModelConfig):
         super().check(seq_len)
         check_choice("model.norms", self.norms, ("before", "after", "both"))
         check_choice("model.activation", self.activation, ("silu", "gelu", "clamped"))
-        if self.attention_scalar and self.attention_multiplier:
-            raise ValueError("model.attention_scalar and model.attention_multiplier are both set; choose one.")
         if self.full_every and not self.window:
             raise ValueError(f"model.full_every is {self.full_every}, but no layer has a window; set model.window.")
         if self.gated and self.qkv_bias:
@@ -140,7 +121,7 @@ class Layer:
     q_norm: gain["D if qk_norm"]
     k_norm: gain["D if qk_norm"]
     w_o: matrix["K/t Q D -> M/fsdp"]
-    mlp_norm: gain["M if norms_mlp"]
+    mlp_norm: gain["M if norms_before"]
     w_gate: matrix["M/fsdp -> F/t"]
     w_up: matrix["M/fsdp -> F/t"]
     w_down: matrix["F/t -> M/fsdp"]
@@ -179,11 +160,6 @@ def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
         return {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[activation](gate) * up
     gate = jnp.minimum(gate, 7.0)
     return gate * jax.nn.sigmoid(1.702 * gate) * (jnp.clip(jnp.float32(up), -7.0, 7.0) + 1)
-
-
-def times(factor: float, x: jax.Array) -> jax.Array:
-    """`x` multiplied by a setting. A factor of 1 leaves no trace in the program."""
-    return x if factor == 1 else x * factor
 
 
 @typed
@@ -244,7 +220,7 @@ class Model:
         return masks.AttentionMask(
             mask_mod=(masks.causal, masks.same_document, *([masks.Window(window)] if window else [])),
             score_mod=masks.SoftCap(config.attention_softcap) if config.attention_softcap else None,
-            scale=config.attention_scalar**-0.5 if config.attention_scalar else config.attention_multiplier,
+            scale=config.attention_scalar**-0.5 if config.attention_scalar else None,
         )
 
     @typed
@@ -256,20 +232,23 @@ class Model:
         x = shardops.index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
         x = shardops.psum_scatter("B/b L/c M +t +p -> B/b L/c/t M +p", x.astype(act.dtype))
         x = shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)
-        x = x * math.sqrt(self.config.d_model) if self.config.embedding_scaled else x
-        return times(self.config.embedding_multiplier, x)
+        return x * math.sqrt(self.config.d_model) if self.config.embedding_scaled else x
 
     def normed(
-        self, x: jax.Array, weight: jax.Array | None, dims: str = "B/b L/c/t M", at_rest: str = "M/t/fsdp"
+        self,
+        x: jax.Array,
+        weight: jax.Array | None,
+        dims: str = "B/b L/c/t M",
+        at_rest: str = "M/t/fsdp",
+        epsilon: float | None = None,
     ) -> jax.Array:
-        """RMSNorm or LayerNorm over the last dim, in f32; without a weight, `x` itself."""
+        """RMSNorm over the last dim, in f32; without a weight, `x` itself. `epsilon` replaces norm_epsilon."""
         if weight is None:
             return x
         weight = shardops.all_gather(f"{at_rest} -> {dims[-1]}", weight)
         x32 = jnp.float32(x)
-        if self.config.layer_norm:
-            x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        unit = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.config.norm_epsilon)
+        epsilon = self.config.norm_epsilon if epsilon is None else epsilon
+        unit = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
         scaled = shardops.einsum_unreduced(f"{dims}, {dims[-1]} -> {dims}", unit, weight)
         return (unit + scaled if self.config.norm_offset else scaled).astype(x.dtype)
 
@@ -277,16 +256,9 @@ class Model:
     def layer(self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
         """One transformer layer."""
         attended = save_for_backward(x + self.attend(x, w, tokens, attention))
-        out = gated_mlp(self.mlp_input(x, attended, w), w.w_gate, w.w_up, w.w_down, self.config.activation)
-        return attended + self.branch(out, w.mlp_out_norm)
-
-    def mlp_input(self, x: jax.Array, attended: jax.Array, w: Any) -> jax.Array:
-        """Input of the MLP, from the residual stream before and after attention."""
-        return self.normed(x, w.attention_norm) if self.config.parallel else self.normed(attended, w.mlp_norm)
-
-    def branch(self, out: jax.Array, weight: jax.Array | None) -> jax.Array:
-        """What a layer adds to the residual stream for the output of its attention or of its MLP."""
-        return times(self.config.residual_multiplier, self.normed(out, weight))
+        nx = self.normed(attended, w.mlp_norm)
+        out = gated_mlp(nx, w.w_gate, w.w_up, w.w_down, self.config.activation)
+        return attended + self.normed(out, w.mlp_out_norm)
 
     @typed
     def attend(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
@@ -332,7 +304,7 @@ class Model:
         if w.b_o is not None:
             b_o = shardops.all_gather("M/t/fsdp -> M", w.b_o)
             out = out + shardops.broadcast("M -> B/b L/c/t M", b_o)
-        return self.branch(out, w.attention_out_norm)
+        return self.normed(out, w.attention_out_norm)
 
     def head_norm(self, heads: str, x: jax.Array, weight: Any, of_all: Any = None) -> jax.Array:
         """RMSNorm of each head of queries or keys by `weight`, or of all together by `of_all`, if it has the weight."""
@@ -356,5 +328,4 @@ class Model:
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.final_norm, at_rest="M/t/fsdp/p"))
         unembed = shardops.all_gather("V/t/p M/fsdp -> V/t/p M", w.embed if w.unembed is None else w.unembed)
         logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
-        logits = times(1 / self.config.logit_divisor, logits)
         return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)

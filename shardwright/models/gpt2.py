@@ -21,7 +21,7 @@ from jax import lax
 from shardlib import shardops
 from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
 from shardwright.data.checks import TUNABLE, at_least_0, check_ranges, within
-from shardwright.huggingface import Names, check_fixed
+from shardwright.huggingface import Layers, Names, check_fixed
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.masks import CAUSAL
@@ -274,20 +274,24 @@ _NAMES = Names(
         "final_gain": "transformer.ln_f.weight",
         "final_bias": "transformer.ln_f.bias",
     },
-    layer={
-        "transformer.h.{}.ln_1.weight": ("attention_gain",),
-        "transformer.h.{}.ln_1.bias": ("attention_bias",),
-        "transformer.h.{}.attn.c_attn.weight": ("w_q", "w_k", "w_v"),
-        "transformer.h.{}.attn.c_attn.bias": ("b_q", "b_k", "b_v"),
-        "transformer.h.{}.attn.c_proj.weight": ("w_o",),
-        "transformer.h.{}.attn.c_proj.bias": ("b_o",),
-        "transformer.h.{}.ln_2.weight": ("mlp_gain",),
-        "transformer.h.{}.ln_2.bias": ("mlp_bias",),
-        "transformer.h.{}.mlp.c_fc.weight": ("w_up",),
-        "transformer.h.{}.mlp.c_fc.bias": ("b_up",),
-        "transformer.h.{}.mlp.c_proj.weight": ("w_down",),
-        "transformer.h.{}.mlp.c_proj.bias": ("b_down",),
-    },
+    layers=[
+        Layers(
+            {
+                "transformer.h.{}.ln_1.weight": ("attention_gain",),
+                "transformer.h.{}.ln_1.bias": ("attention_bias",),
+                "transformer.h.{}.attn.c_attn.weight": ("w_q", "w_k", "w_v"),
+                "transformer.h.{}.attn.c_attn.bias": ("b_q", "b_k", "b_v"),
+                "transformer.h.{}.attn.c_proj.weight": ("w_o",),
+                "transformer.h.{}.attn.c_proj.bias": ("b_o",),
+                "transformer.h.{}.ln_2.weight": ("mlp_gain",),
+                "transformer.h.{}.ln_2.bias": ("mlp_bias",),
+                "transformer.h.{}.mlp.c_fc.weight": ("w_up",),
+                "transformer.h.{}.mlp.c_fc.bias": ("b_up",),
+                "transformer.h.{}.mlp.c_proj.weight": ("w_down",),
+                "transformer.h.{}.mlp.c_proj.bias": ("b_down",),
+            }
+        )
+    ],
     transposed=False,
     base="transformer.",
     unused=r"lm_head\.weight|\.attn\.(masked_)?bias",  # older versions saved masks

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from shardlib import shardops
 from shardlib.shardtypes import Array, pytree_dataclass, typed
@@ -114,7 +113,7 @@ class Heads:
     kv_latent_norm: gain["R"]
     w_kv_heads: matrix["R/fsdp -> K/t Y"]
     w_o: matrix["K/t W -> M/fsdp"]
-    mlp_norm: gain["M if norms_mlp"]
+    mlp_norm: gain["M if norms_before"]
     attention_out_norm: gain["M if norms_after"]
     mlp_out_norm: gain["M if norms_after"]
 
@@ -213,7 +212,8 @@ class Model(moe.Model):
         attended = attention.expand("kv", keys_and_values, q[..., None, :], kept, mask)[..., 0, :]
         w_o = shardops.all_gather("K/t W M/fsdp -> K/t W M", w.w_o)
         out = shardops.matmul("B/b L/c K/t W, K/t W M -> B/b L/c M +t", save_for_backward(attended), w_o)
-        return self.branch(shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out), w.attention_out_norm)
+        out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+        return self.normed(out, w.attention_out_norm)
 
     def latent(self, nx: jax.Array, weight: Any, norm: Any, dim: str) -> jax.Array:
         """The normed latent vector of each position, of which each device of t computes its share."""
@@ -222,8 +222,5 @@ class Model(moe.Model):
 
     def latent_norm(self, x: jax.Array, weight: Any, dim: str) -> jax.Array:
         """RMSNorm of latent vectors, which are then gathered over t."""
-        weight = shardops.all_gather(f"{dim}/t/fsdp -> {dim}", weight)
-        x32 = jnp.float32(x)
-        unit = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + EPSILON)
-        normed = shardops.einsum_unreduced(f"B/b L/c/t {dim}, {dim} -> B/b L/c/t {dim}", unit, weight)
-        return shardops.all_gather(f"B/b L/c/t {dim} -> B/b L/c {dim}", save_for_backward(normed.astype(x.dtype)))
+        normed = save_for_backward(self.normed(x, weight, f"B/b L/c/t {dim}", f"{dim}/t/fsdp", EPSILON))
+        return shardops.all_gather(f"B/b L/c/t {dim} -> B/b L/c {dim}", normed)

@@ -410,15 +410,13 @@ class Model(family.Model):
     ) -> tuple[act["B/b L/c/t M"], LayerAux]:
         """One transformer layer with experts. Their matmuls are not in FP8."""
         attended = save_for_backward(x + self.attend(x, w, tokens, attention))
-        return self.with_experts(x, attended, w, tokens)
+        return self.with_experts(attended, w, tokens)
 
     @typed
-    def with_experts(
-        self, x: act["B/b L/c/t M"], attended: act["B/b L/c/t M"], w: Any, tokens: Tokens
-    ) -> tuple[act["B/b L/c/t M"], LayerAux]:
-        """What a layer does after attention, from the residual stream before and after that."""
+    def with_experts(self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens) -> tuple[act["B/b L/c/t M"], LayerAux]:
+        """What a layer does after attention."""
         config = self.config
-        nx = self.mlp_input(x, attended, w)
+        nx = self.normed(x, w.mlp_norm)
         routing: Routing = route(nx, w, config)
         counted = jnp.ones_like(tokens.ids, bool) if tokens.counted is None else tokens.counted
         counted = shardops.shard("B/b L/c -> B/b L/c/t", counted)
@@ -442,4 +440,4 @@ class Model(family.Model):
                 shared = (shared * jax.nn.sigmoid(score)).astype(x.dtype)
             out = out + shared
         aux = aux_of(routing, filled, counted, tokens.target_count, w, config)
-        return attended + self.branch(out, w.mlp_out_norm), aux
+        return x + self.normed(out, w.mlp_out_norm), aux

@@ -75,8 +75,8 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
         sizes = c.base if c.parametrization == "completep" else {**c.base, "layers": model.config.layers}
         kind: Any = type(model)
         base = kind(dataclasses.replace(model.config, **sizes))
-        # Of shardwright/models/family.py. Its other multipliers are those of the base too.
-        for setting in ("norm_offset", "embedding_scaled", "attention_scalar", "attention_multiplier"):
+        # Of shardwright/models/family.py.
+        for setting in ("norm_offset", "embedding_scaled", "attention_scalar"):
             if getattr(model.config, setting, None):
                 raise ValueError(f"model.{setting} multiplies by what no weight holds; leave it out for muP.")
     table = model.table

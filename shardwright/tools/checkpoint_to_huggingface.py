@@ -9,10 +9,10 @@
 A model of train.py becomes a Llama; with QK-norm, a Qwen3. family.py and moe.py become what docs/huggingface.md lists.
 The module of another model (model.module) is converted by its own `to_huggingface` (docs/huggingface.md). A model with
 a method `merged(weights)`, such as LoRA, is exported with what it gives. A weight or a setting that the format cannot
-hold, or attention that is not plain causal, is refused by name. The weights are rounded to `dtype`. Then the logits of
-a text are computed twice, by transformers from the files and as the run does with weights rounded alike. If they
-differ, nothing is written. If the run began with an imported model, its chat template, EOS ids, special tokens and
-generation_config.json are written again, as far as the tokenizer is the same. The output is complete or missing. Runs
+hold, or attention that is not plain causal, is refused by name. The logits of a text are computed twice, by
+transformers from files in f32 and as the run does. If they differ, nothing is written. Then the weights are rounded to
+`dtype`. If the run began with an imported model, its chat template, EOS ids, special tokens and
+generation_config.json are written again if the vocabulary is the same. The output is complete or missing. Runs
 on the CPU, in memory for three times the model.
 """
 
@@ -35,14 +35,12 @@ from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import shown
 from shardwright.huggingface import sidecars
 from shardwright.huggingface.check import (
-    check_rounding,
     check_rules,
     compare_logits,
     mapping_of,
     one_device,
-    round_weights,
 )
-from shardwright.huggingface.sidecars import Kept, with_end
+from shardwright.huggingface.sidecars import with_end
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.opening import CARRIED, CheckpointChoice, SavedRun, open_run
 from shardwright.settings.program import run_program
@@ -106,11 +104,13 @@ def tokenizer_files(tokenizer: Tokenizer, bos_id: int) -> tuple[dict[str, dict],
 
 
 def rounded(tensors: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    """Rounds tensors to a key of DTYPES. Raises ValueError for a value that is too large for it."""
+    """Rounds tensors to a key of DTYPES. Raises ValueError for a value that is not finite, or too large for it."""
     with np.errstate(over="ignore"):
         found = {name: x.astype(DTYPES[dtype]) for name, x in tensors.items()}
     for name, x in found.items():
-        if not np.isfinite(x).all() and np.isfinite(tensors[name]).all():
+        if not np.isfinite(tensors[name]).all():
+            raise ValueError(f"{name} has values that are not finite: these weights are useless. Export other ones.")
+        if not np.isfinite(x).all():
             raise ValueError(f"{name} has values that are too large for {dtype}. Export with dtype=bf16.")
     return found
 
@@ -149,18 +149,22 @@ def describe(
     except (ValueError, OSError) as error:
         tokenizer = None
         lines = [f"tokenizer  none: {error}"]
-    kept = Kept(found or sidecars.NOTHING, tokenizer, c.model.vocab)
+    found = found or sidecars.NOTHING
+    kept = sidecars.kept(found, tokenizer)
     end = tokenizer.end if tokenizer else None
     for name in ("config", "generation_config"):
-        content = kept.ids(name)
         # Written even if null: transformers would take the ids of Llama's own tokenizer.
-        ids = {"bos_token_id": c.model.bos_id, "eos_token_id": with_end(content.get("eos_token_id"), end)}
-        files[f"{name}.json"] = content | ids
+        ids = {"bos_token_id": c.model.bos_id, "eos_token_id": with_end(kept[name].get("eos_token_id"), end)}
+        files[f"{name}.json"] = kept[name] | ids
     if tokenizer:
-        files["tokenizer_config.json"] = kept.of_tokenizer(files["tokenizer_config.json"])
-    if found:
-        lines.append(f"kept       of the import: {', '.join(kept.names) or 'nothing'}")
-    return files, [*lines, *(f"left out   {what}" for what in kept.left_out)]
+        files["tokenizer_config.json"] |= sidecars.tokenizer_settings(kept)
+    if CARRIED in saved.metadata:
+        names = sidecars.described(kept)
+        lines.append(f"kept       of the import: {', '.join(names)}")
+        if left := [name for name in sidecars.described(found) if name not in names]:
+            why = "the tokenizer has another vocabulary" if tokenizer else "the export has no tokenizer"
+            lines.append(f"left out   {', '.join(left)}: {why}")
+    return files, lines
 
 
 def run(config: Settings, log: Callable[[str], None] = print) -> None:
@@ -198,22 +202,17 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     facts = {"step": step, "programs": saved.metadata.get("provenance", {}).get("programs")}
     named = dict.fromkeys(("dtype", "torch_dtype"), DTYPES[dtype].__name__)
     files["config.json"] = content | files["config.json"] | named | {"shardwright": facts}
+    narrow = rounded(tensors, dtype)
     parameters = sum(tensor.size for tensor in tensors.values())
     temporary = output.with_name(output.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # a killed export left it
     temporary.mkdir(parents=True)
     try:
         compared = "nothing: check=false"
-        if config.check and merge:  # the run's own weights cannot be rounded as what they become is
+        if config.check:  # before rounding: weights that are merged cannot be rounded as what they become
             write_files(temporary, files, tensors)
             compared = compare_logits(c.model, weights, temporary)
-        write_files(temporary, files, rounded(tensors, dtype))
-        if config.check:
-            check_rounding(tensors, temporary, DTYPES[dtype])
-        del tensors
-        if config.check and not merge:
-            weights = round_weights(weights, DTYPES[dtype])
-            compared = compare_logits(c.model, weights, temporary)
+        write_files(temporary, files, narrow)
         if config.check and "tokenizer.json" in files:
             lines += differences(temporary)
         temporary.rename(output)

@@ -48,8 +48,7 @@ class Settings(Sampling, CheckpointChoice):
     samples: int = within(1, 2**20, 1)
     """Number of texts for each prompt, at least 1."""
     context: int | None = within(1, 2**24, None)
-    """Number of tokens that the next one can see, for which memory is taken; null: training.seq_len of the run. RoPE by
-    the length of the text (dynamic, longrope) is that of so many tokens."""
+    """Number of tokens that the next one can see, for which memory is taken; null: training.seq_len of the run."""
     stop: list[int] | None = None
     """Ids of the tokens that end a text. Null: the end token of the run's data and the EOS tokens of an imported model;
     []: none."""

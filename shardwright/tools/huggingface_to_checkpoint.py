@@ -141,7 +141,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
             f"config.json: model_type is {kind!r}, and shardwright has no model of that name; give module=<its module>."
         )
     quantization = content.get("quantization_config") or {}
-    tensors = Tensors(directory, quantization.get("weight_block_size") or (128, 128))
+    tensors = Tensors(directory)
     tokenizer = find_tokenizer(directory, log)
     found = sidecars.read(directory, tensors.dtype, tokenizer)
     try:
@@ -159,7 +159,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     check_rules(c, content)
     compared = "nothing: check=false"
     if config.check:
-        compared = compare_logits(c, weights, directory, tensors if quantization or tensors.scales else None)
+        compared = compare_logits(c, weights, directory)
     log(f"compared   {compared}")
     model = dataclasses.asdict(c)
     length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
@@ -178,8 +178,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         state = {"weights": jax.device_put(weights, jax.local_devices(backend="cpu")[0])}
         checkpoints.save(0, state, metadata)
     parameters = sum(array.size for array in jax.tree.leaves(weights))
-    of_fp8 = f", {len(tensors.scales)} matrices dequantized from FP8" if tensors.scales else ""
-    log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}{of_fp8}")
+    log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
     log(f"checkpoint {output}/checkpoints/0000000000")
     log(shown(f"kept       for exports: {', '.join(sidecars.described(found))}"))
     for line in next_commands(output):

@@ -197,52 +197,38 @@ def test_what_another_tokenizer_gives_another_meaning_is_left_out_and_named(chat
     swapped = [*SPECIAL[:2], *SPECIAL[:1:-1]]
     (tmp_path / "other.json").write_text(definition(swapped))
     said = export(tmp_path / "run", tmp_path / "other", check=False, tokenizer=str(tmp_path / "other.json"))
-    _, pad, start, end = (Tokenizer(definition(SPECIAL)).special[token] for token in SPECIAL)
-    assert f"left out   eos_token_id {end} of generation_config.json, which was '<|im_end|>'" in said
-    assert "left out   eos_token '<|im_end|>'" in said
-    assert "left out   chat template, which has '<|im_" in said
-    assert read_json(tmp_path / "other/generation_config.json")["eos_token_id"] == [pad]
+    assert "kept       of the import: generation_config.json, bf16" in said
+    assert "left out   chat template, eos_token_id, pad_token_id, " in said
+    assert said.count("left out") == 1
+    how = read_json(tmp_path / "other/generation_config.json")
+    assert how["temperature"] == 0.6
+    assert how["eos_token_id"] is None
+    assert "suppress_tokens" not in how
     assert read_json(tmp_path / "other/config.json").get("eos_token_id") is None
     of_tokenizer = read_json(tmp_path / "other/tokenizer_config.json")
     assert "chat_template" not in of_tokenizer
-    assert of_tokenizer["pad_token"] == "</s>"
-    longer = tmp_path / "longer.json"  # whose further tokens change nothing
-    longer.write_text(definition([*SPECIAL, "<|more|>"]))
-    assert "left out" not in export(tmp_path / "run", tmp_path / "longer", check=False, tokenizer=str(longer))
-    assert start != end
+    assert "pad_token" not in of_tokenizer or of_tokenizer["pad_token"] in SPECIAL
 
 
-def test_an_id_beyond_the_vocabulary_and_a_template_of_another_begin_are_left_out():
-    tokenizer = Tokenizer(definition(SPECIAL))
-    bos, _, _, end = (tokenizer.special[token] for token in SPECIAL)
-    found = copy.deepcopy(sidecars.NOTHING)
-    found["tokens"] = {str(i): token for token, i in tokenizer.special.items()}
-    found["config"] = {"eos_token_id": end, "pad_token_id": 7000}
-    found["tokenizer_config"] = {"bos_token": "<s>"}
-    found["chat_templates"] = {"default": "{{ bos_token }}"}
+def test_without_a_tokenizer_only_texts_are_left_out():
+    found = copy.deepcopy(sidecars.NOTHING) | {"vocabulary": "0"}
+    found["config"] = {"eos_token_id": 5}
+    found["generation_config"] = {"eos_token_id": [5, 6], "temperature": 0.5}
+    found["tokenizer_config"] = {"bos_token": "<s>", "padding_side": "left"}
+    found["chat_templates"] = {"default": TEMPLATE}
     sidecars.check(found, "it")
-    kept = sidecars.Kept(found, tokenizer, vocab=end)
-    assert kept.ids("config") == {}
-    assert "chat_template" in kept.of_tokenizer({"bos_token": "<s>"})
-    assert "chat_template" not in kept.of_tokenizer({"bos_token": "</s>"})
-    assert [text.partition(",")[0] for text in kept.left_out] == [
-        f"eos_token_id {end} of config.json",
-        "pad_token_id 7000 of config.json",
-        "chat template",
-    ]
-    found["tokenizer_config"] = {"extra_special_tokens": {"image_token": "<image>"}}
-    found["chat_templates"] = {"default": "{{ image_token }}"}
-    assert sidecars.Kept(found, tokenizer, vocab=end).of_tokenizer({}) == {}
-    assert sidecars.Kept(found, None, vocab=end + 1).ids("config") == {"eos_token_id": end}
-    assert bos < end
+    without = sidecars.kept(found, None)
+    assert without == found | {"tokenizer_config": {}, "chat_templates": {}}
+    assert sidecars.kept(found, Tokenizer(definition(SPECIAL)))["generation_config"] == {"temperature": 0.5}
+    assert sidecars.tokenizer_settings(found) == {"padding_side": "left", "chat_template": TEMPLATE}
 
 
 def test_texts_end_at_the_ends_of_an_import_and_of_the_runs_documents():
     tokenizer = Tokenizer(definition(SPECIAL), end_token="</s>")
     of_documents, end = (tokenizer.special[token] for token in ("</s>", "<|im_end|>"))
     found = copy.deepcopy(sidecars.NOTHING)
-    found["tokens"] = {str(end): "<|im_end|>", "9": "another token"}
-    found["generation_config"] = {"eos_token_id": [end, 9]}
+    found["vocabulary"] = sidecars.vocabulary_of(tokenizers.Tokenizer.from_str(definition(SPECIAL)))
+    found["generation_config"] = {"eos_token_id": [end, 7000]}
     saved: Any = SimpleNamespace(metadata={CARRIED: found}, config=SimpleNamespace(model=SimpleNamespace(vocab=320)))
     assert sidecars.ends_of(saved, tokenizer) == (of_documents, end)
     saved.metadata = {}
@@ -282,7 +268,7 @@ def test_files_that_are_not_as_transformers_writes_them_are_refused(tmp_path, fi
 
 def test_a_checkpoint_of_a_stranger_is_checked_too(tmp_path, one_device):
     c = models.model("grouped")
-    wrong = {"dtype": 5, "chat_templates": {"default": 5}, "tokens": []}
+    wrong = {"dtype": 5, "chat_templates": {"default": 5}, "vocabulary": []}
     wrong["tokenizer_config"] = {"extra_special_tokens": {"a": 5}}
     for i, (part, value) in enumerate(wrong.items()):
         kept = sidecars.NOTHING | {part: value}
@@ -367,23 +353,6 @@ def test_the_dtype_of_an_export(tmp_path, one_device, compute, imported, step, e
     found = load_file(tmp_path / "out/model.safetensors")["model.embed_tokens.weight"]
     assert found.dtype == tool.DTYPES[expected]
     assert (expected == "f32") == np.array_equal(found, w.embed) == ("dtype=f32" not in said)
-
-
-def cut_off(tensors: dict, dtype: str) -> dict:
-    """Toward zero instead of to the nearest."""
-    return {name: (x.view(np.uint32) & 0xFFFF0000).view(np.float32).astype(jnp.bfloat16) for name, x in tensors.items()}
-
-
-@needs_transformers
-def test_a_wrong_rounding_is_found(saved, tmp_path, monkeypatch):
-    _, run = saved
-    monkeypatch.setattr(tool, "rounded", cut_off)
-    with pytest.raises(ValueError, match=r"is not rounded to the nearest bfloat16: .* for "):
-        export(run, tmp_path / "out", dtype="bf16")
-    monkeypatch.setattr(tool, "check_rounding", lambda *_: None)
-    with pytest.raises(ValueError, match="the logits of this llama are not the run's own"):
-        export(run, tmp_path / "out", dtype="bf16")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_dtype_that_is_unknown_or_too_small_is_refused(saved, tmp_path):

@@ -277,9 +277,9 @@ REJECTED = {
         "model.embedding_scaled",
     ),
     "scaled scores": (
-        lambda: family.ModelConfig(**{**vars(tiny.model()), "module": "family"}, attention_multiplier=0.5),
+        lambda: family.ModelConfig(**{**vars(tiny.model()), "module": "family"}, attention_scalar=4),
         {"d_model": 16},
-        "model.attention_multiplier",
+        "model.attention_scalar",
     ),
 }
 

@@ -31,10 +31,6 @@ YARN = {
     "rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "beta_fast": 8.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 24,
 }  # fmt: skip
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 2.0],
-    "long_factor": [1.5, 4.0], "original_max_position_embeddings": 64, "factor": 1.5,
-}  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 KINDS = {
     "Llama": {},
@@ -82,21 +78,7 @@ KINDS = {
         "final_logit_softcapping": 2.0, "tie_word_embeddings": True,
     },
     "Phi3": {"sliding_window": 5},
-    "Cohere2": {
-        "sliding_window": 5, "sliding_window_pattern": 2, "layer_norm_eps": 1e-2, "logit_scale": 2.0,
-        "tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 2,
-    },
-    "Granite": {
-        "embedding_multiplier": 12, "residual_multiplier": 0.7, "attention_multiplier": 0.8, "logits_scaling": 0.4,
-    },
-    "Phi3 longrope": {
-        "rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
     "Llama yarn": {"rope_parameters": YARN, "head_dim": 16},
-    "Llama dynamic": {
-        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64, "head_dim": 8,
-    },
     "Gemma3": {
         "sliding_window": 5, "head_dim": 8, "query_pre_attn_scalar": 11, "num_hidden_layers": 8,
         "sliding_window_pattern": 3, "final_logit_softcapping": 2.0, "tie_word_embeddings": True,
