@@ -64,7 +64,7 @@ class OptimizerConfig:
     d_ff: 176}."""
     adam_b1: float = within(0, 1, 0.9)
     adam_b2: float = within(0, 1, 0.95)
-    adam_epsilon: float = at_least_0(1e-8)
+    adam_epsilon: float = within(1e-30, math.inf, 1e-8)
     """Added to the root of the second moment, which is 0 for an entry that never had a gradient: at least 1e-30."""
     weight_decay: float = at_least_0(0.1, CHANGING)
     """Decoupled weight decay (arXiv 1711.05101), multiplied by the learning rate."""

@@ -224,12 +224,10 @@ def updates_of(c: OptimizerConfig, model: LanguageModel, known: Mapping[str, Any
         known: the optimizers by name.
 
     Raises:
-        ValueError: a tiny adam_epsilon, an algorithm unknown or unable to update a weight, a group without weights, a
+        ValueError: an algorithm unknown or unable to update a weight, a group without weights, a
             base as in scales_of.
     """
     names = []
-    if c.adam_epsilon < 1e-30:  # checked here, when training: older runs must stay readable
-        raise ValueError(f"optimizer.adam_epsilon is {c.adam_epsilon}, a divisor of some entries; give at least 1e-30.")
 
     def update(path, weight: Weight, scale: Scale) -> Update:
         names.append(jax.tree_util.keystr(path, simple=True, separator="."))  # such as layers.w_q

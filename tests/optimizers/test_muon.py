@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import train
 from shardlib.shardtypes import Array, f32, i32, pytree_dataclass
-from shardwright.modeling.weights import Weight, matrix, vector
+from shardwright.modeling.weights import Weight
 from shardwright.optimizers import muon as optimizers
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import learning_rate
@@ -141,11 +141,11 @@ class OtherWeights:
 def test_stacks_of_any_kind():
     table = OtherWeights(
         single=Weight((16, 24), "matrix", inputs=1, outputs=1),
-        layers=matrix(3, (16,), (24,)),
-        stack_in_blocks=matrix(6, (16,), (24,)),
+        layers=Weight((3, 16, 24), "matrix", 0.25, inputs=1, outputs=1),
+        stack_in_blocks=Weight((6, 16, 24), "matrix", 0.25, inputs=1, outputs=1),
         two_deep=Weight((2, 3, 4, 2, 16), "matrix", inputs=2, outputs=1),
         in_another_order=Weight((16, 8), "matrix", inputs=1, outputs=1),
-        bias=vector(24, value=0),
+        bias=Weight((24,), "vector"),
     )
     assert_optaxs(config(), table, "c=2 d=2 t=2")
 
