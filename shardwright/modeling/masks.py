@@ -160,10 +160,6 @@ class AttentionMask:
                 seen = np.asarray(self.sees(q_positions.as_queries(), k_positions.as_keys())).sum(axis=-1)
         return float(np.mean(seen, dtype=np.float64))
 
-    def parts(self) -> tuple:
-        """The scale and the functions that make up the mask."""
-        return self.scale, self.score_mod, *self.mask_mod
-
     def without(self, condition: Callable[..., Any]) -> "AttentionMask":
         """Returns the mask without this condition."""
         return self.replaced(mask_mod=tuple(x for x in self.mask_mod if x is not condition))
@@ -182,15 +178,6 @@ class AttentionMask:
         parts += [f"score {name(self.score_mod)}"] if self.score_mod else []
         parts += [f"scale {self.scale:g}"] if self.scale is not None else []
         return ", ".join(parts)
-
-
-def numbers_in(part: object) -> tuple | None:
-    """The class and the numbers that make up a part of a mask; None for a function."""
-    if isinstance(part, int | float):
-        return type(part).__name__, part
-    fields = [field for field in dataclasses.fields(part) if field.compare] if dataclasses.is_dataclass(part) else []
-    values = [getattr(part, field.name) for field in fields]
-    return (type(part).__name__, *values) if values and all(isinstance(x, int | float) for x in values) else None
 
 
 CAUSAL = AttentionMask()

@@ -127,51 +127,52 @@ class WeightType(ArrayType):
         return dataclasses.replace(t, on_all_stages=True)
 
 
+@dataclasses.dataclass(frozen=True)
 class Declared:
     """A kind of weight. Indexing it with a spec returns the WeightType; see the notation above."""
 
-    def __init__(self, kind: str, dtype: Any = act, mean: float = 0.0, stack: str = "", share: str = ""):
-        self._dtype, self._stack = dtype, stack
-        self._facts: dict[str, Any] = {"kind": kind, "mean": mean, "share": share}
+    kind: str
+    dtype: Any = act
+    mean: float = 0.0
+    stack: str = ""
+    share: str = ""
 
     def __getitem__(self, item: str | tuple[str, DType]) -> Any:
         spec, *dtypes = item if isinstance(item, tuple) else (item,)
-        kind = self._facts["kind"]
-        if not isinstance(spec, str) or ("->" in spec) != (kind == "matrix"):
+        if not isinstance(spec, str) or ("->" in spec) != (self.kind == "matrix"):
             raise ShardError(
-                f"{spec!r} is not a {kind}", "write a matrix as `inputs -> outputs`, another weight as dims"
+                f"{spec!r} is not a {self.kind}", "write a matrix as `inputs -> outputs`, another weight as dims"
             )
         if len(dtypes) > 1 or not all(isinstance(x, DType) for x in dtypes):
             raise ShardError(f"{dtypes} is not the dtype in which a weight is used", "give one, such as f32")
-        spec, depends, setting = spec.partition(" if ")
-        inputs, _, outputs = spec.rpartition("->")
-        if unknown := [axis for axis in re.findall(r"/(\w+)", spec) if axis not in (*AXES, *GROUPS)]:
+        dims, _, setting = spec.partition(" if ")
+        inputs, outputs = (parse_shape(side).dims for side in dims.rpartition("->")[::2])
+        if self.kind == "matrix" and not (inputs and outputs):
+            raise ShardError(f"{spec!r} has no {'outputs' if inputs else 'inputs'}", "name dims on both sides")
+        own = ShapeSpec((*inputs, *outputs))
+        if unknown := sorted(own.sharded - {*AXES}):
             known = f"{', '.join(AXES)}, or a group: {', '.join(GROUPS)}"
             raise ShardError(f"{spec!r} shards a dim over {unknown[0]}, which is not an axis", f"name one of {known}")
-        if kind == "matrix" and not (inputs.split() and outputs.split()):
-            raise ShardError(f"{spec!r} has no {'outputs' if inputs.split() else 'inputs'}", "name dims on both sides")
-        text = f"{self._stack} {inputs} {outputs}"
-        gathered = "".join(f"/{axis}" for axis in GROUPS["fsdp"] if f"/{axis}" not in self._stack)
-        facts: dict[str, Any] = self._facts | {
-            "inputs": len(inputs.split()),
-            "outputs": len(outputs.split()) if inputs else 0,
-        }
-        rest = f32[re.sub(r"/fsdp\b", gathered if self._stack else "/fsdp", text)].spec
+        stack = parse_shape(self.stack)
         # A vector may be of experts, whose devices keep their own.
-        over = "fsdp|c|d|p" if kind == "vector" else "|".join(("fsdp", *GROUPS["fsdp"]))
-        ahead = parse_shape(f"{self._stack} " + re.sub(rf"/({over})\b", "", f"{inputs} {outputs}"))
-        facts |= {"used_dtype": (*dtypes, self._dtype)[0], "ahead": ahead}
-        t = WeightType("f32", rest, spread=kind == "vector", **facts)
-        if not depends:
+        gathered = own.without(("c", "d", PIPELINE_AXIS) if self.kind == "vector" else GROUPS["fsdp"])
+        own = own.spelled_out().without(stack.sharded) if self.stack else own
+        t = WeightType(
+            "f32",
+            f32[str(ShapeSpec((*stack.dims, *own.dims)))].spec,
+            spread=self.kind == "vector",
+            used_dtype=dtypes[0] if dtypes else self.dtype,
+            ahead=ShapeSpec((*stack.dims, *gathered.dims)),
+            kind=self.kind,
+            mean=self.mean,
+            inputs=len(inputs),
+            outputs=len(outputs) if inputs else 0,
+            share=self.share,
+        )
+        if not setting:
             return t
         name = setting.removeprefix("not ")
         return dataclasses.replace(t, setting=name, if_set=name == setting) | None
-
-    def __call__(self, layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...], scale: float = 1.0) -> Weight:
-        """The Weight of a matrix in each layer, [layers, *inputs, *outputs], with std scale/√fan-in, for a table."""
-        shape = (layers, *inputs, *outputs)
-        std = scale / math.sqrt(math.prod(inputs))
-        return Weight(shape, self._facts["kind"], std, inputs=len(inputs), outputs=len(outputs))
 
 
 if TYPE_CHECKING:
@@ -189,11 +190,6 @@ else:
     """A matrix per expert. `expert_share` of a ModelConfig is the share of the experts that a token uses."""
     gain = Declared("vector", f32, mean=1.0)
     bias = Declared("vector")
-
-
-def vector(*shape: int, value: float) -> Weight:
-    """The Weight of a gain or bias that is `value` at init, for a table."""
-    return Weight(shape, "vector", mean=value)
 
 
 T = TypeVar("T")

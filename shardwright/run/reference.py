@@ -10,8 +10,8 @@ from typing import Any
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.shardtypes import scope
 from shardlib.values import mesh_axes
-from shardwright.modeling.attention_calls import check_paths
 from shardwright.modeling.forward import Forward
+from shardwright.modeling.kernel_checks import check_paths
 from shardwright.modeling.model import LanguageModel, inputs_of, load_model
 from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run.checkpoint import find_checkpoint

@@ -25,7 +25,7 @@ from shardwright.data.checks import within
 from shardwright.inspect.fresh import reimport
 from shardwright.inspect.smaller import NOT_FINITE, draw
 from shardwright.inspect.soundness import SEEDS, examine
-from shardwright.modeling.attention_calls import TOLERANCE
+from shardwright.modeling.kernel_checks import TOLERANCE
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config, check_divides
 from shardwright.run.launch import start_with_section

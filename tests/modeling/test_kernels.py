@@ -9,7 +9,7 @@ import pytest
 
 import train
 from shardwright.data.loader import batch_shapes
-from shardwright.modeling import attention_calls, attention_paths
+from shardwright.modeling import attention_calls, attention_paths, kernel_checks
 from shardwright.modeling import splash as splash_module
 from shardwright.modeling.attention_paths import triton
 from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal
@@ -120,11 +120,11 @@ def test_a_kernel_is_compared_with_the_options_of_the_run(monkeypatch):
     c = tiny.config(attention="triton")
     c.training.seq_len = 128
     with jax.set_mesh(tiny.mesh("one device")):
-        attention_calls.check_paths(tiny.step(c), {"xla_cpu_enable_fast_math": False})
+        kernel_checks.check_paths(tiny.step(c), {"xla_cpu_enable_fast_math": False})
         assert {"compiler_options": {"xla_cpu_enable_fast_math": False}} in given
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_not_there"):
-            attention_calls.check_paths(tiny.step(c), {"xla_not_there": 1})
-        monkeypatch.setattr(attention_calls, "_differ", lambda *_: "")
+            kernel_checks.check_paths(tiny.step(c), {"xla_not_there": 1})
+        monkeypatch.setattr(kernel_checks, "_differ", lambda *_: "")
         monkeypatch.setattr(train, "softmax_attention", doubled)
         with pytest.raises(ValueError, match=r"attention by triton is not what .* or a gradient differs by 0.5 of"):
-            attention_calls.check_paths(tiny.step_of(tiny.forward(c), 128))
+            kernel_checks.check_paths(tiny.step_of(tiny.forward(c), 128))

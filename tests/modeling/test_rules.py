@@ -12,11 +12,11 @@ from jax import lax
 import train
 from shardlib import shardops
 from shardwright.cluster.devices import make_mesh
-from shardwright.modeling import attention_calls as calls_module
-from shardwright.modeling import attention_paths
+from shardwright.modeling import attention_paths, kernel_checks
 from shardwright.modeling import blockwise as blockwise_module
 from shardwright.modeling import context as context_module
-from shardwright.modeling.attention_calls import calls_of, check_paths
+from shardwright.modeling.attention_calls import calls_of
+from shardwright.modeling.kernel_checks import check_paths
 from shardwright.modeling.masks import AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.models import gpt2
 from tests.support import tiny
@@ -94,8 +94,8 @@ def test_calls_are_those_of_each_layer_of_a_period():
 @pytest.mark.long
 def test_paths_that_agree_pass(monkeypatch):
     compared = []
-    plain = calls_module._differ
-    monkeypatch.setattr(calls_module, "_differ", lambda given: compared.append(given) or plain(given))
+    plain = kernel_checks._differ
+    monkeypatch.setattr(kernel_checks, "_differ", lambda given: compared.append(given) or plain(given))
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         forward = forward_of(Alternating, "bf16")
         check_paths(tiny.step_of(forward, 256))
