@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,15 +26,14 @@ from shardlib.exact.endings import Undecided
 from shardlib.exact.verdicts import find
 from shardlib.findings import Finding
 from shardlib.parsing import ShardError
-from shardlib.shardtypes import Array, Of, Separate, bool_, i32, typed, typed_shard_map, u32
+from shardlib.shardtypes import Array, Of, Separate, i32, typed, typed_shard_map, u32
 from shardlib.tracing import on_one_device, tracing
-from shardwright.data.checks import above_0, at_least_0, check_ranges, within
+from shardwright.data.checks import at_least_0, check_ranges, within
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.smaller import make_small
 from shardwright.inspect.soundness import refuse
 from shardwright.modeling.model import act, compute_scope
 from shardwright.modeling.state import state_of
-from shardwright.modeling.weights import shapes_of
 from shardwright.run.step import Step
 from shardwright.sampling.cache import Texts, check_cache, filled_cache, next_logits
 
@@ -66,9 +65,6 @@ class Sampling:
     min_p: float = within(0, math.nextafter(1, 2), 0.0)
     """Samples only from tokens with at least this share of the probability of the most likely one. In [0, 1]; 0 keeps
     all (arXiv 2407.01082)."""
-    repetition_penalty: float = above_0(1.0)
-    """First of all, divides positive logits of tokens that are in the text already by this, and multiplies negative
-    ones; includes the prompt and bos. 1 changes none (arXiv 1909.05858)."""
     stop: tuple[int, ...] = ()
     """Token ids that end a text."""
 
@@ -111,18 +107,9 @@ def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Sampling) -
 
 
 @typed
-def choose(
-    logits: act["B/r/d L V/t"],
-    number: i32["B/r/d L"],
-    place: i32["B/r/d L"],
-    s: Sampling,
-    seen: bool_["B/r/d L V"] | None = None,
-) -> u32["B/r/d L"]:
-    """Samples the token at `place` of the text `number`, which has the tokens `seen`, the same on all devices of t."""
+def choose(logits: act["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Sampling) -> u32["B/r/d L"]:
+    """Samples the token at `place` of the text `number`, the same on all devices of t."""
     logits = jnp.float32(shardops.all_gather("B/r/d L V/t -> B/r/d L V", logits, replicated=True))
-    if seen is not None:
-        penalty = s.repetition_penalty
-        logits = jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
     scaled = logits / (s.temperature or 1.0)
     noise = gumbel_noise(number, place, scaled.shape[-1], s)
     kept = scaled >= lowest_kept(scaled, s)
@@ -180,33 +167,17 @@ class Programs:
 
         return program
 
-    def like(self, step: Step) -> "Programs":
-        """Returns these programs of a step at small sizes."""
-        raise NotImplementedError
-
-    def calls(self, rows: int) -> Iterator[tuple[Any, tuple]]:
-        """Yields each program, with types of its arguments for as many texts."""
-        raise NotImplementedError
-
     def _find_unsound(self) -> list[Finding]:
-        """Finds what the programs compute on the mesh otherwise than on one device, at small sizes."""
+        """Finds what the forward pass computes on the mesh otherwise than on one device, at small sizes."""
         try:
-            return self._find_on(make_small(self.step).step)
+            small = make_small(self.step).step
+            alone = small.other(mesh=on_one_device(small.mesh), planned=small.mesh.shape)
+            return find(small.jaxpr, alone.jaxpr, small.mesh.shape)
         except Undecided as error:
             return [Finding(str(error))]
-        except ShardError:  # a State may declare numbers, which are not the small sizes
-            return self._find_on(self.step)
-
-    def _find_on(self, small: Step) -> list[Finding]:
-        jaxprs = []
-        for mesh in (small.mesh, on_one_device(small.mesh)):
-            with tracing(mesh, small.mesh.shape):
-                programs = self.like(small.other(mesh=mesh))
-                jaxprs.append([program.trace(*args).jaxpr for program, args in programs.calls(2 * small.mesh.size)])
-        return [finding for here, alone in zip(*jaxprs, strict=True) for finding in find(here, alone, small.mesh.shape)]
 
     def run(self, program: Any, *args: Any) -> Any:
-        """Runs program(*args), where `jit` made `program`. On several devices, checks it first."""
+        """Runs program(*args), where `jit` made `program`. On several devices, checks the forward pass first."""
         key = (program, tuple(np.shape(x) for x in jax.tree.leaves(args)))
         if key not in self._compiled:
             if self.mesh.size > 1 and not self._is_sound:
@@ -242,24 +213,6 @@ class Sampler(Programs):
         self._checked = False
         self._prefill, self._decode = self._programs()
 
-    def like(self, step: Step) -> "Sampler":
-        """See Programs."""
-        stop = tuple(token % step.config.model.vocab for token in self.settings.stop)
-        settings = dataclasses.replace(self.settings, stop=stop)
-        return Sampler(step, settings, step.config.training.seq_len, chunk=2)
-
-    def calls(self, rows: int) -> Iterator[tuple[Any, tuple]]:
-        """See Programs."""
-        weights = shapes_of(self.forward.model.table)
-        ids = jax.ShapeDtypeStruct((rows, padded(self.context, self.context, self._t)), np.uint32)
-        number = jax.ShapeDtypeStruct((rows,), np.int32)
-        token = jax.ShapeDtypeStruct((rows,), np.uint32)
-        seen = jax.ShapeDtypeStruct((rows, self.config.vocab), bool)
-        seen = None if self.settings.repetition_penalty == 1 else seen
-        yield self._prefill, (weights, ids, number)
-        (cache,) = self._prefill.trace(weights, ids, number).out_info
-        yield self._decode, (weights, cache, Texts(number, token, number, number, seen))
-
     def _programs(self):
         forward, s, chunk = self.forward, self.settings, self._chunk
         cache_size = padded(self.context, self.context, self._t)
@@ -278,10 +231,8 @@ class Sampler(Programs):
             def step(carry, _):
                 cache, texts = carry
                 logits, cache = next_logits(w, cache, texts, forward)
-                seen = texts.seen
-                of_text = None if seen is None else seen[None]
-                drawn = choose(logits, texts.number[None], texts.place[None], s, of_text)
-                drawn = drawn[0]  # the positions of a device are its texts here
+                # The positions of a device are its texts here.
+                drawn = choose(logits, texts.number[None], texts.place[None], s)[0]
                 continues = texts.left > 0
                 ended = jnp.isin(drawn, jnp.array(s.stop, jnp.uint32))
                 texts = dataclasses.replace(
@@ -289,7 +240,6 @@ class Sampler(Programs):
                     token=jnp.where(continues, drawn, texts.token),
                     place=texts.place + continues,
                     left=jnp.where(continues, jnp.where(ended, 0, texts.left - 1), texts.left),
-                    seen=None if seen is None else seen | jax.nn.one_hot(drawn, seen.shape[1], dtype=bool),
                 )
                 return (cache, texts), drawn
 
@@ -362,16 +312,12 @@ class Sampler(Programs):
         ids = np.zeros((batch, padded(max(map(len, read)), self.context, self._t)), np.uint32)
         for row, tokens in zip(ids, read, strict=True):
             row[: len(tokens)] = tokens
-        seen = np.zeros((batch, self.config.vocab), bool)
-        for row, tokens in zip(seen, read, strict=True):
-            row[tokens] = True
         left = [min(self.settings.max_tokens, self.context - len(prompt)) for prompt in prompts]
         state = Texts(
             number=(first_number + np.arange(batch)).astype(np.int32),
             token=np.array([tokens[-1] for tokens in read], np.uint32),
             place=np.array([len(text) for text in texts], np.int32),
             left=np.array(left + [0] * (batch - len(prompts)), np.int32),
-            seen=None if self.settings.repetition_penalty == 1 else seen,
         )
         (cache,) = self.run(self._prefill, weights, ids, state.place)
         while state.left.any():

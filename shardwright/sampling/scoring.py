@@ -22,7 +22,6 @@ from shardlib import shardops
 from shardlib.shardtypes import Of, bool_, f32, make_shardings, typed, typed_shard_map, u32
 from shardwright.data.loader import TokenBatch
 from shardwright.modeling.model import act
-from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run.step import Step
 from shardwright.sampling.sampler import Programs, check_ids, padded
 
@@ -67,7 +66,7 @@ class Scorer(Programs):
         # document_mask must be on: the padding is another document, which non-causal masks must not see.
         super().__init__(step, {"training.document_mask": True})
         sizes = dict.fromkeys("ct", 1) | dict(self.mesh.shape)
-        self.length, self._loss = length, loss
+        self.length = length
         self._rows = self.mesh.size // (sizes["c"] * sizes["t"])
         # Sequence lengths must divide over c and t, and into two chunks per device of a ring.
         self._multiple = math.lcm(sizes["c"] * sizes["t"], 2 * sizes["c"] if sizes["c"] > 1 else 1)
@@ -83,16 +82,6 @@ class Scorer(Programs):
             return loss(logits, targets), is_likeliest(logits, targets)
 
         self._program = self.jit(losses, 0)
-
-    def like(self, step: Step) -> "Scorer":
-        """See Programs."""
-        return Scorer(step, self._loss, step.config.training.seq_len)
-
-    def calls(self, rows: int) -> Iterator[tuple[Any, tuple]]:
-        """See Programs."""
-        ids, flags = (jax.ShapeDtypeStruct((rows, self.length), dtype) for dtype in (np.uint32, bool))
-        batch = sharded(TokenBatch, TokenBatch(targets=ids, is_seq_start=flags, loss_mask=flags))
-        yield self._program, (shapes_of(self.forward.model.table), batch, batch.targets)
 
     def losses(self, weights: object, sequences: Iterable[Sequence[int]]) -> Iterator[Scored]:
         """Yields the losses of each sequence, in order.

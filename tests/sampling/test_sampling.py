@@ -10,7 +10,7 @@ import pytest
 
 import train
 from shardlib.parsing import ShardError
-from shardlib.shardtypes import bool_, f32, i32, u32
+from shardlib.shardtypes import f32, i32, u32
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, choose, gumbel_noise, lowest_kept
 from tests.support import tiny
@@ -112,16 +112,14 @@ def test_a_stop_token_ends_its_text_alone(texts):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("penalty", [1.3])
-def test_greedy_text_is_that_of_llama(penalty):
+def test_greedy_text_is_that_of_llama():
     torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
     c, prompts = tiny.model(), PROMPTS[:2] + PROMPTS[3:]
-    drawn = generate("one device", Sampling(max_tokens=20, temperature=0, repetition_penalty=penalty), prompts)
+    drawn = generate("one device", Sampling(max_tokens=20, temperature=0), prompts)
     model = exported(c, weights("one device"))
     for prompt, found in zip(prompts, drawn, strict=True):
         ids = torch.tensor([[c.bos_id, *prompt]])
         options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        options["repetition_penalty"] = penalty
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         assert found == out[0, ids.shape[1] :].tolist()
 
@@ -219,29 +217,6 @@ def test_tokens_are_as_frequent_as_the_softmax_says(s):
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5, (counts, expected)
 
 
-@pytest.mark.parametrize("penalty", [1.7, 0.6])
-def test_the_penalty_of_repetition_is_that_of_transformers(penalty, logits):
-    torch = pytest.importorskip("torch", reason="transformers' processors need torch, installed on Python 3.11 only")
-    pytest.importorskip("transformers", reason="the processor is that of transformers")
-    from transformers import RepetitionPenaltyLogitsProcessor
-
-    def run(logits: f32["B/r/d L V/t"], zeros: i32["B/r/d L"], seen: bool_["B/r/d L V"]) -> u32["B/r/d L"]:
-        return choose(logits, zeros, zeros, Sampling(temperature=0, repetition_penalty=penalty), seen)
-
-    logits = logits[:48]
-    ids = np.argsort(-logits)[:, [0, 2, 2, -1]]  # the likeliest and another, twice
-    seen = (ids[:, :, None] == np.arange(40)).any(1)
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(ids), torch.tensor(logits)).numpy().argmax(-1)
-    assert (expected != logits.argmax(-1)).any() or penalty < 1
-    with jax.set_mesh(tiny.mesh("d=4 t=2")):
-
-        def shape(x):
-            return x.reshape(8, 6, 40)
-
-        drawn = tiny.per_device(run)(shape(logits), np.zeros((8, 6), np.int32), shape(seen))
-    np.testing.assert_array_equal(np.asarray(drawn).reshape(-1), expected)
-
-
 def test_temperature_zero_takes_the_likeliest(logits):
     def run(logits: f32["B/r/d L V/t"], zeros: i32["B/r/d L"]) -> u32["B/r/d L"]:
         return choose(logits, zeros, zeros, Sampling(temperature=0))
@@ -263,7 +238,6 @@ def test_a_context_that_t_does_not_divide_is_proved():
     [
         ({"top_p": 0.0}, r"top_p is 0.0; it must be above 0 and at most 1"),
         ({"min_p": 1.1}, r"min_p is 1.1; it must be at least 0 and at most 1"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty is 0.0; it must be above 0"),
         ({"temperature": float("nan")}, r"temperature is nan"),
         ({"stop": (64,)}, r"stop has the token id 64; those of the model are 0 to 63"),
     ],
