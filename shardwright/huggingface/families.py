@@ -32,9 +32,9 @@ class Kind(NamedTuple):
     for such a layer and for the others."""
     fixed: Mapping[str, Any] = {}
     """Settings in transformers that must have these values for the same math."""
-    names: Mapping[str, str | None] = {}
+    names: Mapping[str, str] = {}
     """Weights of a layer, ours and theirs, with {} for the index of an expert. Several of ours that map to one of
-    theirs are concatenated in it. None: the family does not have the Llama's weight."""
+    theirs are concatenated in it."""
     stacks: Mapping[str, str] = {}
     """Stacked weights of a layer's experts. Several of ours that map to one of theirs are interleaved in it."""
     neighbors: Mapping[str, str] = {}
@@ -186,8 +186,6 @@ KINDS = {
         | {"kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "d_turned": "qk_rope_head_dim", "d_value": "v_head_dim"},
         names=_SCORED_NAMES
         | {
-            "w_k": None,
-            "w_v": None,
             "w_q_latent": "self_attn.q_a_proj.weight",
             "q_latent_norm": "self_attn.q_a_layernorm.weight",
             "w_q_heads": "self_attn.q_b_proj.weight",
@@ -313,8 +311,8 @@ def _layers_of(kind: Kind, table: Any, own: Mapping[str, str] = {}, **place: Any
     `place` is their place in the model.
     """
     has_experts = hasattr(table, "router")
-    names = {**_LAYER, **kind.names, **own}
-    names = {ours: theirs for ours, theirs in names.items() if theirs and (has_experts or "{}" not in theirs)}
+    of_kind = {ours: theirs for ours, theirs in kind.names.items() if has_experts or "{}" not in theirs}
+    names = {**_LAYER, **of_kind, **own}
     names = {ours: theirs for ours, theirs in names.items() if getattr(table, ours, None) and ours not in kind.stacks}
     return Layers(_by_theirs(names), _by_theirs(kind.stacks), **place)
 
