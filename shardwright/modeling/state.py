@@ -12,7 +12,6 @@ This is the state of one layer. An array whose second dim is S has an entry for 
 each step, and is 0 before the first one. docs/models.md has an example.
 """
 
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -82,11 +81,10 @@ class States:
 
     def field(self, name: str) -> Any:
         """The types of a field. Raises ShardError if the model's State has no such field."""
-        try:
-            return attrgetter(name)(self.types)
-        except AttributeError:
+        if not hasattr(self.types, name):
             problem = f"a layer keeps `{name}`, which the model's {type(self.types).__name__} does not declare"
-            raise ShardError(problem, f"declare it in the model's State: `{name}: act['B/b …']`") from None
+            raise ShardError(problem, f"declare it in the model's State: `{name}: act['B/b …']`")
+        return getattr(self.types, name)
 
     def zeros(self, t: ArrayType) -> jax.Array:
         """An array before the first position."""

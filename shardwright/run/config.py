@@ -123,7 +123,7 @@ class TrainingConfig:
     average_steps: int = at_least_1(100, FIXED)
     """Half-life of the ema, or length of the uniform average, in steps."""
     evals: list[str] = dataclasses.field(default_factory=list)
-    """Tasks to evaluate during training: cloze, copying, demo, which need no download, or tasks of lm-eval, which must
+    """Tasks to evaluate during training: cloze and copying, which need no download, or tasks of lm-eval, which must
     be installed (docs/evaluation.md)."""
     evals_interval: int | None = at_least_1(None)
     """Steps between evaluations of `evals`, also after the last. Null: with each validation."""

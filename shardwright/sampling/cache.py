@@ -8,7 +8,6 @@ positions.
 import dataclasses
 import functools
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import jax
@@ -101,13 +100,13 @@ class Sampled(Attention):
     def keep(self, name: str, value: Any) -> None:
         """Keeps a field of the layer's State. Raises ShardError if it has another type, or is kept already."""
         value = self.states.checked(name, value)
-        if jax.tree.leaves(attrgetter(name)(self.kept)):
+        if jax.tree.leaves(getattr(self.kept, name)):
             raise ShardError(
                 f"a layer keeps `{name}` twice, and a state holds what one call keeps",
                 "call attention once in each layer, or declare a State with a field for each call: "
                 "attention(q, k, v, mask, keep='second')",
             )
-        self.kept = with_field(self.kept, name, value)
+        self.kept = dataclasses.replace(self.kept, **{name: value})
 
     def updated_cache(self):
         """What the layer keeps; where that is nothing, the array before."""
@@ -119,12 +118,6 @@ class Sampled(Attention):
 
         old = self.cache or self.kept
         return jax.tree.map(filled, self.kept, self.states.types, old, is_leaf=lambda x: x is None)
-
-
-def with_field(state: Any, name: str, value: Any) -> Any:
-    """The State with another value of a field, whose name may be a path."""
-    first, _, rest = name.partition(".")
-    return dataclasses.replace(state, **{first: with_field(getattr(state, first), rest, value) if rest else value})
 
 
 def run_step(step: Callable[..., Any], state: Any, inputs: tuple) -> tuple[Any, Any]:
@@ -188,7 +181,7 @@ class NextToken(Sampled):
     def expand(self, name, expand, q, kept, mask, *learned, sinks=None, drop=None):
         """As Attention, for `drop` None."""
         self.keep(name, jax.tree.map(lambda x: x[0][:, None], kept))
-        past = jax.tree.structure(kept).unflatten(jax.tree.leaves(attrgetter(name)(self.cache)))
+        past = jax.tree.structure(kept).unflatten(jax.tree.leaves(getattr(self.cache, name)))
         with Scope():
             past_k, past_v = expand(jax.tree.map(as_gathered, past, kept))
         k, v = expand(kept)
@@ -199,7 +192,7 @@ class NextToken(Sampled):
         """As Attention, by one step."""
         self.check_inputs(name, step, inputs)
         self.states.field(name)
-        out, new = run_step(step, attrgetter(name)(self.cache), jax.tree.map(lambda x: x[0], inputs))
+        out, new = run_step(step, getattr(self.cache, name), jax.tree.map(lambda x: x[0], inputs))
         self.keep(name, new)
         return jax.tree.map(lambda x: x[None], out)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data import synthetic
 from shardwright.data.loader import make_loader
 from shardwright.data.text.tokenizers import tokenizer_of_run
 from shardwright.run.config import Config
@@ -60,29 +59,13 @@ def copying(scorer: Scorer, weights: object, c: Config, count: int) -> dict[str,
     words = np.concatenate(held_out(c, count))
     rng = np.random.RandomState(0)
     drawn = rng.choice(words, (count, min(COPIED, scorer.length // 2)))
-    return _of_second_half(scorer, weights, [[*text, *text] for text in drawn])
-
-
-def demo(scorer: Scorer, weights: object, c: Config, count: int) -> dict[str, float]:
-    """Copies and reverses digits, in documents as those that the demo trains on."""
-    rng = np.random.RandomState(0)
-    found = {}
-    for name, task, step in (("copy", synthetic.COPY, 1), ("reverse", synthetic.REVERSE, -1)):
-        documents = (synthetic.copied(rng, task, step) for _ in itertools.count())
-        fitting = itertools.islice((ids for ids in documents if len(ids) <= scorer.length), count)
-        found |= {f"{name}_{metric}": x for metric, x in _of_second_half(scorer, weights, [*fitting]).items()}
-    return found
-
-
-def _of_second_half(scorer: Scorer, weights: object, texts: Sequence[Any]) -> dict[str, float]:
-    """Accuracy and loss of the second halves but their first token, which comes unannounced or is a separator."""
-    found = scorer.losses(weights, ([scorer.config.bos_id, *ids] for ids in texts))
-    ends = [(x.losses[-n:], x.likeliest[-n:]) for ids, x in zip(texts, found, strict=True) if (n := len(ids) // 2 - 1)]
-    losses, likeliest = map(np.concatenate, zip(*ends, strict=True))
+    found = [*scorer.losses(weights, ([c.model.bos_id, *text, *text] for text in drawn))]
+    n = drawn.shape[1] - 1  # without the first token that is repeated, which nothing announces
+    losses, likeliest = (np.concatenate([x[i][-n:] for x in found]) for i in range(2))
     return {"accuracy": float(likeliest.mean()), "loss": float(losses.mean())}
 
 
-TASKS: dict[str, Callable[..., dict[str, float]]] = {"cloze": cloze, "copying": copying, "demo": demo}
+TASKS: dict[str, Callable[..., dict[str, float]]] = {"cloze": cloze, "copying": copying}
 """Our own tasks. Each maps a Scorer, weights, the configuration and a number of questions to metrics."""
 
 

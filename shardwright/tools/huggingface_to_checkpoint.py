@@ -140,17 +140,13 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         raise ValueError(
             f"config.json: model_type is {kind!r}, and shardwright has no model of that name; give module=<its module>."
         )
-    quantization = content.get("quantization_config") or {}
     tensors = Tensors(directory)
+    if tensors.quantized is not None:
+        method = (content.get("quantization_config") or {}).get("quant_method", "unknown")
+        raise ValueError(f"the model is quantized (method {method}; {tensors.quantized}). {DEQUANTIZE}")
     tokenizer = find_tokenizer(directory, log)
     found = sidecars.read(directory, tensors.dtype, tokenizer)
-    try:
-        c, weights = mapping_of(name).from_huggingface(content, tensors)
-    except ValueError as error:
-        if tensors.quantized is None:
-            raise
-        method = quantization.get("quant_method", "unknown")
-        raise ValueError(f"the model is quantized (method {method}; {tensors.quantized}). {DEQUANTIZE}") from error
+    c, weights = mapping_of(name).from_huggingface(content, tensors)
     for line in left_out(name, content, tensors):
         log(line)
     c.module = name

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import train
-from shardwright.data import synthetic
 from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import DataConfig
 from shardwright.run.checks import check_config
@@ -52,15 +51,6 @@ def counting(ids):
     return ids[-1] + 1
 
 
-def answer(ids):
-    """The digits of copy and reverse."""
-    if synthetic.SEPARATOR not in ids:
-        return -1
-    at, step = ids.index(synthetic.SEPARATOR), {synthetic.COPY: 1, synthetic.REVERSE: -1}[ids[1]]
-    digits = ids[2:at][::step]
-    return digits[len(ids) - at - 1] if len(ids) - at - 1 < len(digits) else -1
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "guess", "expected"),
@@ -69,7 +59,6 @@ def answer(ids):
         ("cloze", lambda ids: -1, {"accuracy": 0.0, "loss": 1.0}),
         ("copying", repeating, {"accuracy": 1.0, "loss": 0.0}),
         ("copying", lambda ids: -1, {"accuracy": 0.0, "loss": 1.0}),
-        ("demo", answer, {"copy_accuracy": 1.0, "reverse_accuracy": 1.0, "copy_loss": 0.0, "reverse_loss": 0.0}),
     ],
 )
 def test_a_model_that_knows_the_answer_has_it_right(tmp_path, name, guess, expected):
@@ -84,8 +73,8 @@ def test_a_model_that_knows_the_answer_has_it_right(tmp_path, name, guess, expec
 @pytest.mark.quick
 def test_tasks_that_are_unknown_are_errors_before_the_first_step(monkeypatch):
     monkeypatch.setattr(tasks, "has_package", lambda name: False)
-    tasks.check_tasks(["cloze", "demo"])
-    with pytest.raises(ValueError, match=r"training\.evals has 'clozed', which is not one of cloze, copying, demo\."):
+    tasks.check_tasks(["cloze", "copying"])
+    with pytest.raises(ValueError, match=r"training\.evals has 'clozed', which is not one of cloze, copying\."):
         tasks.check_tasks(["cloze", "clozed"])
 
 
