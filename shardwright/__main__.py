@@ -47,7 +47,7 @@ def main() -> None:
     if command == "--version":
         print(f"shardwright {importlib.metadata.version('shardwright')}")
         return
-    folder, _, part = command.partition(".")  # plan.search is a part of plan
+    folder, _, part = command.partition(".")  # ladder.search is a part of ladder
     if folder not in known or (part and not (TOOLS / folder / f"{part}.py").exists()):
         sys.exit(f"Error: there is no command {command!r}.{did_you_mean(command, known)} {USAGE}.")
     if (folder in OF_PROJECT or "trust=true" in arguments) and not sys.flags.safe_path:

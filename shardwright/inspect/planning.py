@@ -96,14 +96,22 @@ class Change(NamedTuple):
         return " ".join(f"{name}={'null' if value is None else value}" for name, value in self.settings.items())
 
 
-def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, settings: Settings) -> Plan:
-    """The plan with these settings. Raises ValueError if they contradict each other."""
+def with_settings(c: Config, sizes: Mapping[str, int], settings: Settings) -> tuple[Config, dict[str, int]]:
+    """A copy of the configuration and of the sizes of its mesh with these settings.
+
+    Raises ValueError if they contradict each other.
+    """
     c = copy.deepcopy(c)
-    sizes = {axis: settings.get(f"mesh.{axis}", size) for axis, size in sizes.items()}
     for name, value in settings.items():
         section, field = name.split(".")
         setattr(getattr(c, section), field, value)
     check_config(c)
+    return c, {axis: settings.get(f"mesh.{axis}", size) for axis, size in sizes.items()}
+
+
+def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, settings: Settings) -> Plan:
+    """The plan with these settings. Raises ValueError if they contradict each other."""
+    c, sizes = with_settings(c, sizes, settings)
     steps = c.training.steps or (c.training.tokens or 0) // (c.training.batch_size * c.training.seq_len)
     return plan_of(planned_step(c, load_model(c.model), sizes, chip), chip, steps)
 

@@ -1,18 +1,105 @@
-"""Kinds and numbers of chips beside each other: the cheapest for a deadline, or the fastest for a budget."""
+"""Compares a handful of meshes, on one or several kinds of chips: the fastest, or the cheapest for a deadline."""
 
+import contextlib
+import itertools
 import math
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from rich.console import Console
+from rich.progress import track
+
+from shardlib.axes import AXES
 from shardwright.cluster.chips import Chip
 from shardwright.inspect.plan.plan import Plan
-from shardwright.inspect.planning import Change
-from shardwright.inspect.tables import align, in_bytes, in_seconds
+from shardwright.inspect.planning import (
+    Change,
+    Settings,
+    best_changes,
+    mesh_sizes,
+    planned_change,
+    with_settings,
+)
+from shardwright.inspect.tables import align, fit, in_bytes, in_seconds
 from shardwright.run.config import Config
-from shardwright.tools.plan.search import limit_of, named, search
 
-SECONDS = 60.0
-"""Of the processor, for all searches together."""
+STAGES, SHARDS = (1, 2, 4, 8), (1, 2, 4, 8)
+"""Sizes of p and of t that are compared."""
+SHOWN = 12
+"""Rows of the table."""
+TRIED = 8
+"""Settings of the best mesh that are changed, one at a time."""
+
+
+def candidates(c: Config, devices: int, chip: Chip) -> list[Settings]:
+    """Meshes worth a plan, each with microbatches that divide the batch. Not all of them divide the model.
+
+    These are the configuration's own mesh, if it has so many devices; without stages, each size of t, with d over the
+    remaining devices or within a group of fast links (r has the groups); with p stages, the smallest and the largest t.
+    The sizes of e and c stay, and so do microbatches, but with stages they are about 4·p.
+    """
+    found: list[Settings] = []
+    with contextlib.suppress(ValueError):  # its mesh may be of other devices
+        found.append(mesh_settings(mesh_sizes(c, devices)) | {"training.microbatches": c.training.microbatches})
+    experts, context = max(1, c.mesh.e), max(1, c.mesh.c)
+    of_t = [t for t in SHARDS if t <= chip.near and devices % t == 0]
+    for p, t in itertools.product(STAGES, of_t):
+        rest, left = divmod(devices, p * t * experts * context)
+        if left or (p > 1 and t not in (of_t[0], of_t[-1])):
+            continue
+        in_group = math.gcd(rest, max(1, int(chip.near) // t))
+        for d in sorted({rest, in_group}) if p == 1 else [rest]:
+            each, left = divmod(c.training.batch_size, rest * experts)
+            if not left:
+                wanted = c.training.microbatches if p == 1 else 4 * p
+                parts = [m for m in range(1, each + 1) if each % m == 0]
+                m = min(parts, key=lambda m: abs(math.log(m / wanted)))
+                sizes = dict(zip(AXES, (p, rest // d, d, experts, context, t), strict=True))
+                settings = mesh_settings(sizes) | {"training.microbatches": m}
+                found += [settings] if settings not in found else []
+    return found
+
+
+def mesh_settings(sizes: dict[str, int]) -> dict[str, int]:
+    """The settings of a mesh of these sizes."""
+    return {f"mesh.{axis}": size for axis, size in sizes.items()}
+
+
+def plans_of(c: Config, devices: int, chip: Chip) -> list[Change]:
+    """Plans of all candidates, and of the best one with one setting changed, the best first.
+
+    Raises:
+        ValueError: nothing can be planned.
+    """
+    found: list[Change] = []
+    refused = "no mesh divides the batch"
+    console = Console(stderr=True)
+    title = f"{devices} x {chip.name}"
+    for settings in track(candidates(c, devices, chip), title, console=console, transient=True):
+        try:
+            found.append(Change(settings, planned_change(c, dict.fromkeys(AXES, 1), chip, settings)))
+        except ValueError as error:
+            refused = str(error)
+    if not found:
+        raise ValueError(f"no mesh of {devices} {chip.name} can be planned: {refused}")
+    best = min(found, key=_rank)
+    changed, sizes = with_settings(c, best.plan.step.mesh, best.settings)
+    for change in best_changes(changed, sizes, best.plan, TRIED):
+        found.append(change._replace(settings={**best.settings, **change.settings}))
+    return sorted(found, key=_rank)
+
+
+def _rank(change: Change) -> tuple[int, float]:
+    """Step time if it fits, else memory."""
+    plan = change.plan
+    return (0, plan.seconds) if plan.fits else (1, plan.step.peak)
+
+
+def changes_of(c: Config, settings: Settings) -> list[str]:
+    """The settings that differ from those of the configuration, as on the command line."""
+    differing = {name: x for name, x in settings.items() if operator.attrgetter(name)(c) != x}
+    return [f"{name}={'null' if x is None else x}" for name, x in differing.items()]
 
 
 def days_of(text: str) -> float:
@@ -22,57 +109,82 @@ def days_of(text: str) -> float:
     return float(found[1]) / (1 if found[2] == "d" else 24)
 
 
-def _dollars(plan: Plan) -> float:
-    """The cost of the run; infinite where it is unknown."""
-    return math.inf if plan.dollars is None else plan.dollars
-
-
 def compared(
-    c: Config,
-    kinds: Sequence[tuple[Chip, int]],
-    deadline: str | None,
-    budget: float | None,
-    tell: Callable[[str], object],
-) -> list[str]:
-    """The best plan of each number of chips of a kind, as a table of at most 80 columns, the one to take first.
+    c: Config, kinds: Sequence[tuple[Chip, int]], deadline: str | None, budget: float | None
+) -> tuple[list[str], Change]:
+    """Plans each number of chips of a kind: a table of at most 80 columns, the best first, and the best.
 
-    That is the cheapest of those that keep the deadline and the budget; without a deadline, the fastest.
+    With several kinds, the table has the best of each. The best is the cheapest of those that meet the deadline and
+    the budget; without a deadline, the fastest.
+
+    Raises:
+        ValueError: nothing fits, or the days of a run are not known.
     """
     latest = None if deadline is None else days_of(deadline)
     found: list[Change] = []
     left = []
     for chip, devices in kinds:
         try:
-            found.append(search(c, devices, chip, SECONDS / len(kinds), tell)[0])
+            plans = plans_of(c, devices, chip)
+            found += plans if len(kinds) == 1 else plans[:1]
         except ValueError as error:
-            left.append(f"{devices} x {chip.name}: {str(error).splitlines()[0]}"[:80])
+            left.append(f"{devices} x {chip.name}: {str(error).splitlines()[0]}")
     if not found:
         raise ValueError("; ".join(left))
-    if not found[0].plan.steps:
+    if not found[0].plan.steps and (deadline, budget) != (None, None):
         raise ValueError(
             "the run's length is given in epochs or minutes: give training.steps or training.tokens instead."
         )
 
-    def exceeds(change: Change) -> bool:
-        late = latest is not None and change.plan.days > latest
-        return late or (budget is not None and _dollars(change.plan) > budget)
+    def exceeds(plan: Plan) -> bool:
+        return (latest is not None and plan.days > latest) or (budget is not None and _dollars(plan) > budget)
 
-    def rank(change: Change) -> tuple[bool, float]:
-        return exceeds(change), change.plan.days if latest is None else _dollars(change.plan)
+    def rank(change: Change) -> tuple[bool, bool, float]:
+        plan = change.plan
+        amount = plan.step.peak if not plan.fits else plan.seconds if latest is None else _dollars(plan)
+        return not plan.fits, exceeds(plan), amount
 
     found.sort(key=rank)
-    rows = [("chips", "days", "cost", "step", "MFU", "memory", "mesh")]
-    for change in found:
-        plan = change.plan
-        mesh = " ".join(f"{axis}{n}" for axis, n in change.plan.step.mesh.items() if n > 1)
-        cost = "unknown" if plan.dollars is None else f"${plan.dollars:,.0f}"
-        figures = f"{plan.days:.3g}", cost, in_seconds(plan.seconds), f"{plan.mfu:.0%}", in_bytes(plan.step.peak)
-        rows.append((f"{plan.step.devices:>5} {plan.chip.name}", *figures, mesh or "1"))
-    lines = align(rows, {1, 4})
-    plan = found[0].plan
+    best = found[0].plan
+    named = f"{best.step.devices} x {best.chip.name}"
+    if not best.fits:
+        has = in_bytes(best.chip.memory_bytes)
+        raise ValueError(
+            f"nothing fits: {found[0]} on {named} needs least, {in_bytes(best.step.peak)} of {has}. Take more "
+            "devices, or a smaller training.batch_size."
+        )
     given = {"plan.deadline": deadline, "plan.budget": budget}
-    limits = " and ".join(f"{limit}={x}" for limit, x in given.items() if x is not None)
-    how = "Cheapest" if latest is not None else "Fastest"
-    answer = f"None keeps {limits}. Nearest" if exceeds(found[0]) else how + (limits and f" within {limits}")
-    lines += ["", f"{answer}: {plan.step.devices} x {plan.chip.name}."]
-    return [*lines, f"{limit_of(plan)} With: {named(c, found[0].settings)}", *left]
+    limits = " and ".join(f"{name}={x}" for name, x in given.items() if x is not None)
+    how = "Fastest" if latest is None else "Cheapest"
+    how += f" within {limits}" if limits else ""
+    how = f"None keeps {limits}. Nearest" if exceeds(best) else how
+    words, share = next(iter(best.limits.items()))
+    answer = f"{how}: {named}. {share:.0%} of its step is {words}."
+    return [*map(fit, [*_table(c, found[:SHOWN]), "", answer, *left])], found[0]
+
+
+def _dollars(plan: Plan) -> float:
+    """The cost of the run; infinite where it is unknown."""
+    return math.inf if plan.dollars is None else plan.dollars
+
+
+def _table(c: Config, found: Sequence[Change]) -> list[str]:
+    rows = [("chips", "step", "MFU", "memory", "days", "cost", "mesh", "settings")]
+    for settings, plan in found:
+        mesh = " ".join(f"{axis}{n}" for axis, n in plan.step.mesh.items() if n > 1)
+        cost = "unknown" if plan.dollars is None or not plan.steps else f"${plan.dollars:,.0f}"
+        others = {name: x for name, x in settings.items() if not name.startswith("mesh.")}
+        words = [word.partition(".")[2] for word in changes_of(c, others)]
+        rows.append(
+            (
+                f"{plan.step.devices:>5} {plan.chip.name}",
+                in_seconds(plan.seconds),
+                f"{plan.mfu:.0%}",
+                in_bytes(plan.step.peak),
+                f"{plan.days:.3g}" if plan.steps else "unknown",
+                cost,
+                mesh or "1",
+                " ".join(words if plan.fits else ["does not fit", *words]),
+            )
+        )
+    return align(rows, {1, 2, 3, 4, 5})

@@ -1,0 +1,151 @@
+"""A comparison of meshes and chips: which ones are planned, what comes first, and how it is shown."""
+
+import dataclasses
+import itertools
+import math
+import re
+
+import pytest
+
+from shardwright.cluster.chips import chip_of
+from shardwright.inspect.plan.plan import plan_of
+from shardwright.inspect.planning import Change, advice, doubled, planned_change, planned_step
+from shardwright.inspect.tables import in_bytes
+from shardwright.modeling.model import load_model
+from shardwright.tools.plan import compare
+from shardwright.tools.plan.compare import candidates, changes_of, compared
+from tests.support import tiny
+
+H100 = chip_of("h100")
+
+
+@pytest.mark.quick
+def test_candidates_are_meshes_of_all_devices_that_divide_the_batch():
+    c = tiny.config(tiny.model(layers=8), batch_size=64)
+    for devices in (1, 8, 64):
+        found = candidates(c, devices, H100)
+        assert found == [x for i, x in enumerate(found) if x not in found[:i]]
+        for settings in found:
+            sizes = {name[-1]: n for name, n in settings.items() if name.startswith("mesh.")}
+            assert math.prod(sizes.values()) == devices
+            assert sizes["t"] <= H100.near
+            assert 64 % (sizes["r"] * sizes["d"] * settings["training.microbatches"]) == 0
+    of_hosts = {"mesh.p": 1, "mesh.r": 8, "mesh.d": 4, "mesh.t": 2}
+    assert sum(of_hosts.items() <= settings.items() for settings in found) == 1
+    assert len({x["mesh.p"] for x in found}) == 4
+
+
+@pytest.mark.quick
+def test_candidates_begin_with_the_settings_that_are_there():
+    c = tiny.config()
+    c.mesh.d, c.mesh.e, c.mesh.t = 2, 2, 2
+    first, *others = candidates(c, 8, H100)
+    own = {f"mesh.{axis}": n for axis, n in (dict.fromkeys("prdect", 1) | {"d": 2, "e": 2, "t": 2}).items()}
+    assert first == own | {"training.microbatches": c.training.microbatches}
+    assert {settings["mesh.e"] for settings in others} == {2}
+
+
+@pytest.mark.long
+def test_the_first_is_the_fastest_that_fits():
+    c = tiny.config(tiny.model(layers=2))
+    lines, best = compared(c, [(H100, 2)], None, None)
+    for (d, t), m in itertools.product(((2, 1), (1, 2)), (1, 2)):
+        mesh = dict.fromkeys("prdect", 1) | {"d": d, "t": t}
+        step = planned_step(tiny.config(tiny.model(layers=2), microbatches=m), load_model(c.model), mesh, H100)
+        assert best.plan.seconds <= plan_of(step, H100, 1).seconds * (1 + 1e-9)
+    assert max(map(len, lines)) <= 80
+    assert re.fullmatch(r"Fastest: 2 x h100\. \d+% of its step is [a-z ]+\.", lines[-1])
+    tight = dataclasses.replace(H100, memory_bytes=1e3)
+    with pytest.raises(ValueError, match=r"nothing fits: mesh\.p=. .* on 2 x h100 needs least"):
+        compared(c, [(tight, 2)], None, None)
+    with pytest.raises(ValueError, match="no mesh of 7 h100 can be planned"):
+        compared(c, [(H100, 7)], None, None)
+
+
+@pytest.mark.quick
+def test_the_settings_that_are_named_are_those_that_change():
+    c = tiny.config(save="dots", unroll=1)
+    own = {"mesh.d": c.mesh.d, "training.save": "dots", "training.unroll": 1}
+    assert changes_of(c, own) == []
+    assert changes_of(c, own | {"mesh.d": 64, "training.unroll": None}) == ["mesh.d=64", "training.unroll=null"]
+
+
+@pytest.mark.quick
+def test_costs_are_those_of_the_run(plan):
+    """24 · 3 · 8 dollars a day, for 100 steps of 864 s."""
+    made = [Change({"mesh.d": 8}, plan._replace(seconds=864.0, steps=steps)) for steps in (100, 0)]
+    assert [line.split()[-2] for line in compare._table(tiny.config(), made)[1:]] == ["$576", "unknown"]
+
+
+@pytest.mark.long
+def test_advice_names_changes_with_their_gain():
+    c = tiny.config(microbatches=2, save="nothing")
+    sizes = {"p": 1, "r": 1, "d": 4, "t": 2}
+    now = planned_change(c, sizes, H100, {})
+    lines = advice(c, sizes, now, most=30)
+    gains = [float(line.split("%")[0]) for line in lines]
+    assert len(gains) == 3
+    assert gains == sorted(gains)
+    assert gains[-1] < 0
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return planned_change(tiny.config(), dict.fromkeys("prdect", 1) | {"d": 8}, H100, {})
+
+
+def test_chips_are_compared_for_a_deadline_or_a_budget(monkeypatch, plan):
+    """By plans whose days and dollars are given: the cheapest that is in time, or the fastest that can be paid."""
+    c = tiny.config()
+
+    def planned(c, devices, chip):
+        if chip.name == "v5e":
+            raise ValueError("nothing fits on 8 devices")
+        seconds = {("h100", 8): 4.0, ("h100", 64): 0.6, ("a100", 8): 9.0}[chip.name, devices] * 864
+        step = plan.step._replace(mesh={**plan.step.mesh, "d": devices})
+        return [
+            Change({"mesh.d": devices, "mesh.t": 1}, plan._replace(chip=chip, step=step, seconds=seconds, steps=100))
+        ]
+
+    monkeypatch.setattr(compare, "plans_of", planned)
+    kinds = [(chip_of(name), n) for name, n in (("h100", 8), ("h100", 64), ("a100", 8), ("v5e", 8))]
+
+    def of(**limits):
+        return compared(c, kinds, limits.get("deadline"), limits.get("budget"))[0]
+
+    # Days 4, 0.6 and 9; dollars 24 · 3 · 8 · 4 = 2304, 24 · 3 · 64 · 0.6 = 2765, and 24 · 2 · 8 · 9 = 3456.
+    rows = of(deadline="5d")
+    assert [[*line.split()[:2], *line.split()[7:9]] for line in rows[1:4]] == [
+        ["8", "h100", "4", "$2,304"],
+        ["64", "h100", "0.6", "$2,765"],
+        ["8", "a100", "9", "$3,456"],
+    ]
+    assert rows[5].startswith("Cheapest within plan.deadline=5d: 8 x h100. ")
+    assert rows[6] == "8 x v5e: nothing fits on 8 devices"
+    assert "Cheapest within plan.deadline=24h: 64 x h100." in "\n".join(of(deadline="24h"))
+    assert "Fastest within plan.budget=2500.0: 8 x h100." in "\n".join(of(budget=2500.0))
+    assert "Fastest: 64 x h100." in "\n".join(of())
+    assert "None keeps plan.deadline=0.5d and plan.budget=9.0. Nearest: 8 x h100." in "\n".join(
+        of(deadline="0.5d", budget=9.0)
+    )
+    assert max(map(len, rows)) <= 80
+    with pytest.raises(ValueError, match=r"^plan.deadline is 'soon'; give days or hours, as 7d or 36h\.$"):
+        of(deadline="soon")
+
+
+@pytest.mark.long
+def test_twice_the_batch_names_what_grows_most():
+    """By hand: what a layer keeps is of the batch; weights and moments are not."""
+    c = tiny.config()
+    sizes = dict.fromkeys("prdect", 1) | {"d": 2}
+    now = planned_change(c, sizes, H100, {})
+    (line,) = doubled(c, sizes, now)
+    other = planned_change(c, sizes, H100, {"training.batch_size": 2 * c.training.batch_size})
+    assert line.startswith(f"twice the batch: {in_bytes(other.step.peak)}, fits; ")
+    assert re.search(r"(saved|working), \S+\.py:\d+ grows most, by ", line)
+
+
+def test_what_limits_a_step_adds_up(plan):
+    assert sum(plan.limits.values()) == pytest.approx(1)
+    assert min(plan.limits.values()) > -1e-9
+    assert list(plan.limits.values()) == sorted(plan.limits.values(), reverse=True)
