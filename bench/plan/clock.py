@@ -9,9 +9,9 @@ from typing import Any
 
 from shardwright.cluster.chips import Chip
 from shardwright.inspect.compiled.hlo import Computation, Instruction, Program
-from shardwright.inspect.compiled.lines import WITHOUT_LINE
 from shardwright.inspect.compiled.operations import NO_WORK, works_of
 from shardwright.inspect.compiled.table import CompiledStep
+from shardwright.inspect.operation import WITHOUT_LINE
 
 SCATTER = 400 / 374
 """Time of a reduce-scatter / time of an all-gather, for the largest messages of 8 H100s in XLA's NCCL table."""
@@ -117,7 +117,7 @@ class Clock:
 
     def message(self, computation: Computation, i: Instruction) -> tuple[list[str], int]:
         """Returns the axes of a collective, and the bytes of the whole array."""
-        axes = [axis for work in works_of(self.program, computation, i) for axis in work.axes.split()]
+        axes = [axis for work in works_of(self.program, computation, i) for axis in work.axes]
         if not axes:
             raise ValueError(f"the devices of {i.name} are not known: {i.attributes[:200]}")
         members = math.prod(self.program.mesh[axis] for axis in axes)

@@ -33,8 +33,8 @@ from bench.plan.programs import Step, options_of, reading, show_all
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.devices import make_mesh
 from shardwright.cluster.topologies import GPUS, TPUS, devices_of
+from shardwright.inspect.operation import OPCODES
 from shardwright.inspect.plan.plan import plan_of
-from shardwright.inspect.plan.work import Op
 from shardwright.inspect.planning import planned_step
 from shardwright.modeling.model import load_model
 from shardwright.run import config, launch, stages
@@ -49,7 +49,6 @@ CASES: dict[str, tuple[str, tuple[int, int, int, int], list[str]]] = {  # config
     "84m_p2_d4": (f"{FLAT}_84m", (2, 1, 4, 1), ["training.batch_size=16", "training.microbatches=4"]),
     "540m_t8": (f"{FLAT}_540m", (1, 1, 1, 8), ["training.batch_size=4", "training.microbatches=2"]),
 }
-OPS = {"all_gather": "all-gather", "psum_scatter": "reduce-scatter", "ppermute": "collective-permute"}
 NEAR = {"state": 0.01, "peak": 0.1, "FLOPs": 0.01, "sent": 0.01, "seconds": 0.15}
 """Largest error of a row that counts as agreement."""
 OF_XLA = {"launch_s": 0.0, "matmul_share": 0.82, "memory_share": 0.85, "link_share": 0.8, "interference": 0.0}
@@ -76,13 +75,6 @@ def lowered(chip: str, name: str) -> Step:
     return Step(program, c.hardware.options, mesh.shape, facts)
 
 
-def sent_by(op: Op, mesh: Mapping[str, int]) -> float:
-    """Returns the bytes that a device sends per step for a collective in a ring, as the compiled step counts them."""
-    n = math.prod(mesh[axis] for axis in op.axes)
-    rounds = {"ppermute": 1, "psum": 2 * (n - 1) / n}.get(op.what, (n - 1) / n)
-    return op.count * op.bytes * rounds
-
-
 def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str, list[str]]:
     """Returns the ratios of a row, plan / compiler; remarks on it; and the lines whose bytes differ."""
     c = launch.composed(facts["config"], *facts["overrides"])
@@ -94,8 +86,8 @@ def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str,
     for op in plan_of(step, chip, 1).rows:
         line = op.line
         if op.kind == "collective":
-            key = line, OPS.get(op.what, "all-reduce"), " ".join(sorted(op.axes))
-            sent[key] += sent_by(op, facts["mesh"])
+            key = line, OPCODES[op.what], " ".join(sorted(op.axes))
+            sent[key] += op.total
         spent[line] += op.exposed * (op.kind != "attention")
     state = sum(array.bytes for array in step.held if array.kind in ("weights", "optimizer"))
     products = sum(op.count * op.flops for op in step.ops if op.kind == "matmul")

@@ -122,7 +122,7 @@ def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict
             flops += row.size * times
         elif row.kind == "collective":
             line = row.line.removeprefix("~")
-            sent[line, row.what, " ".join(sorted(row.axes.split()))] += row.size * times
+            sent[line, row.what, " ".join(sorted(row.axes))] += row.size * times
     found = {"state": sum(i.bytes for i in state), "FLOPs": flops, "sent": sent}
     if facts["chip"] in GPUS:
         found["clock"] = clock = Clock(program, table, chips.chip_of(facts["chip"]), facts, attention)

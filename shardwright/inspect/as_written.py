@@ -1,42 +1,29 @@
 """Compares the collectives of a traced program with those of its optimized HLO: does it communicate as written?
 
 Each array counts on its own, with its executions in a step, so what XLA merges into one message or starts early still
-matches. `_instead` has what compilers may put in place of a collective; nothing else counts as its counterpart.
+matches. `substitutes` has what compilers may put in place of a collective; nothing else counts as its counterpart.
 """
 
 import collections
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwright.inspect.by_line import OPCODES
-from shardwright.inspect.compiled.hlo import Computation, Program, Shape, parse
-from shardwright.inspect.compiled.lines import WITHOUT_LINE, Places
-from shardwright.inspect.compiled.operations import Message, axes_of, message_of, works_of
+from shardwright.inspect.compiled.hlo import Computation, Program, parse
+from shardwright.inspect.compiled.lines import Places
+from shardwright.inspect.compiled.operations import Collective, axes_of, canonical, messages_of
+from shardwright.inspect.operation import OPCODES, WITHOUT_LINE
 from shardwright.inspect.plan.graph import Graph, Node, Value, graph_of
 from shardwright.inspect.tables import in_bytes
 from shardwright.run.compiling import with_mesh
 
-_AS_WRITTEN, _PADDED = "as written", "padded"
+_AS_WRITTEN = "as written"
 MOST = 10
 """Number of differences that are shown."""
 _EXTREMES = {"pmax": "maximum", "pmin": "minimum"}
-
-
-class Collective(NamedTuple):
-    """A collective of one array, with opcodes and dtype as in HLO; `reduction` is "" for one that reduces nothing.
-
-    `groups` has ids of devices; of a permutation, pairs. `entries` are those of the result of a gather, else operand.
-    """
-
-    kind: str
-    reduction: str
-    groups: frozenset
-    dtype: str
-    entries: int
 
 
 class Sent(NamedTuple):
@@ -70,10 +57,11 @@ def compared(jaxpr: object, mesh: Any, text: str, strict: bool = False) -> tuple
     lines = []
     for line, what, times, verdict in differences:
         axes = " ".join(axes_of(what.groups, program))
-        size = in_bytes(Shape(what.dtype, (what.entries,)).bytes)
-        kind = what.kind + f" ({what.reduction})" * (what.reduction in _EXTREMES.values())
-        lines.append(f"{line}: {kind} over {axes or '?'}, {what.dtype} {size}, {times:g} × a step, {verdict}")
-    lines[MOST:] = [f"… and {len(lines) - MOST} more"] if lines[MOST:] else []
+        kind = f"{what.kind} ({what.reduction})" if what.reduction in _EXTREMES.values() else what.kind
+        size = f"{what.dtype} {in_bytes(what.bytes)}"
+        lines.append(f"{line}: {kind} over {axes or '?'}, {size}, {times:g} × a step, {verdict}")
+    if len(lines) > MOST:
+        lines[MOST:] = [f"… and {len(lines) - MOST} more"]
     if strict and lines:
         remedy = "remedy: write what is compiled, or set hardware.strict=false to accept it"
         raise ValueError("\n  ".join([*lines, remedy]))
@@ -141,12 +129,7 @@ def _groups_of(node: Node, sizes: Mapping[str, int]) -> frozenset:
     members = math.prod(sizes[axis] for axis in node.axes)
     ids = np.arange(math.prod(sizes.values())).reshape([*sizes.values()]).transpose(order).reshape(-1, members)
     parts = node.params.get("perm") or node.params.get("axis_index_groups") or [[*range(members)]]
-    return _canonical([[row[i] for i in part] for row in ids for part in parts], OPCODES[node.op])
-
-
-def _canonical(groups: Iterable[Iterable[int]], kind: str) -> frozenset:
-    """Groups without an order, in which only the members of an all-reduce have none either."""
-    return frozenset((frozenset if kind == "all-reduce" else tuple)(map(int, group)) for group in groups)
+    return canonical([[row[i] for i in part] for row in ids for part in parts], OPCODES[node.op])
 
 
 def _dtype(dtype: np.dtype) -> str:
@@ -167,41 +150,33 @@ def compiled_in(
             for name in instruction.called[-1:] if is_loop else instruction.called:
                 yield from compiled_in(program, program.computations[name], places, times * turns, chains)
             continue
-        works = works_of(program, computation, instruction, chains, message_of)
-        for message in (work for work in works if isinstance(work, Message)):
+        for _, _, message in messages_of(program, computation, instruction, chains):
             line = (places.locate(computation, instruction).line or WITHOUT_LINE).removeprefix("~")
-            groups = _canonical(message.groups or [range(program.devices)], message.kind)
-            members = max(map(len, groups))
-            sizes = [math.prod(array.dims) for array in message.arrays]
-            if message.kind == "all-to-all" and len(sizes) == members:
-                sizes = [sum(sizes)]  # it has an operand for each device of a group
-            sizes = [size * members if message.kind == "all-gather" else size for size in sizes]
-            kinds = [(message.kind, message.reduction, groups, array.dtype) for array in message.arrays]
-            whats = [Collective(*kind, size) for kind, size in zip(kinds, sizes, strict=False)]
+            every = canonical([range(program.devices)], message[0].kind)
             read = instruction.operands
-            is_alone = instruction.opcode.startswith(message.kind)
-            if not is_alone or len(read) != len(whats):  # what a fusion sends is not what it reads
-                read = [f"{instruction.name} {i}" for i in range(len(whats))]
-            arrays = [*zip(whats, read, strict=True)]
+            is_alone = instruction.opcode.startswith(message[0].kind)
+            if not is_alone or len(read) != len(message):  # what a fusion sends is not what it reads
+                read = [f"{instruction.name} {i}" for i in range(len(message))]
+            arrays = [(what._replace(groups=what.groups or every), x) for what, x in zip(message, read, strict=True)]
             yield [Sent(array[0], line, times, again=array in sent) for array in arrays]
             sent.update(arrays)
 
 
-def _instead(what: Collective, have: Iterable[Collective], platform: str) -> Iterator[tuple[str, Collective]]:
-    """What may be compiled for a written collective: how it is changed, and one of those that the program has."""
+def substitutes(what: Collective, platform: str) -> Iterator[tuple[str, Collective]]:
+    """What may be compiled for a written collective, and how it is changed."""
     yield _AS_WRITTEN, what
     if what.dtype == "u64":  # a random key is two words
         yield _AS_WRITTEN, what._replace(dtype="u32", entries=2 * what.entries)
     if platform == "cpu" and (what.dtype == "bf16" or what.dtype.startswith("f8")):
         wider = "f32" if what.dtype == "bf16" else "f16"
         yield f"in {wider} for {what.dtype}", what._replace(dtype=wider)
-    if platform == "tpu" and what.reduction in _EXTREMES.values():  # the same, of what was converted from bf16
-        yield "in bf16 instead of f32", what._replace(dtype="bf16")
     if platform == "tpu" and what.kind in ("all-gather", "reduce-scatter"):
-        groups = _canonical(what.groups, "all-reduce")
+        groups = canonical(what.groups, "all-reduce")
         yield "as all-reduce", what._replace(kind="all-reduce", reduction="add", groups=groups)
-        sizes = (other.entries for other in have if 1 < other.entries / what.entries <= 1.125)
-        yield from ((_PADDED, what._replace(entries=size)) for size in sizes)
+
+
+Counts = dict[Collective, float]
+"""Executions in a step of each collective."""
 
 
 def compare(
@@ -213,46 +188,81 @@ def compare(
     collective, its executions, and where it is missing.
     """
     changed: dict[str, float] = collections.defaultdict(float)
-    most, have = _totals(written, lambda sent: sent.what), _totals(compiled, lambda sent: sent.what)
-    known = {sent.what for sent in compiled}
-    fewer = collections.defaultdict[Collective, set[float]](lambda: {0.0})
-    for sent in written:
-        fewer[sent.what] |= {less + sent.times - sent.least for less in fewer[sent.what]}
-    # An array that is sent again is no counterpart of another array.
-    ways = [(how, what, other) for what in most for how, other in _instead(what, [*have], platform)]
-    extra = _totals([sent for sent in compiled if sent.again], lambda sent: sent.what)
-    for what in extra:  # but for those that are also written as equal
-        equal = sum(max(fewer[of]) for _, of, other in ways if other == what)
-        extra[what] = max(0.0, extra[what] - equal)
-        have[what] -= extra[what]
-    for how, what, other in sorted(ways, key=lambda way: way[0] != _AS_WRITTEN):
-        if taken := min(most[what], have[other]):
-            most[what] -= taken
-            have[other] -= taken
-            changed[how] += taken
-            shift = Collective("collective-permute", "", what.groups, what.dtype, other.entries - what.entries)
-            for moves in (moves for moves in have if how == _PADDED and _is_within(moves, shift)):
-                have[moves] -= min(have[moves], taken)  # the parts of a padded array go to where they belong
-    # What is sent in larger or smaller pieces, such as a stack of the gradients of all layers: as many bytes.
-    for kind in {what._replace(entries=0) for what in most}:
-        sent, received = ([what for what in counts if what._replace(entries=0) == kind] for counts in (most, have))
-        if sum(most[what] * what.entries for what in sent) == sum(have[what] * what.entries for what in received):
-            changed["in other pieces"] += sum(most[what] for what in sent)
-            most |= dict.fromkeys(sent, 0.0)
-            have |= dict.fromkeys(received, 0.0)
-    for what, left in most.items():
-        if left < math.inf:  # each one is moved out of its loop, or equal to another one, or not
-            less = min((less for less in fewer[what] if less >= left), default=max(fewer[what]))
-            changed["merged"] += min(less, left)
-            most[what], have[what] = max(0.0, left - less), have[what] + max(0.0, less - left)
-        elif what in known:
-            most[what] = 0.0
-    for what, times in extra.items():
-        have[what] += times
+    without = _totals(written, lambda sent: sent.what)
+    unused = _totals(compiled, lambda sent: sent.what)
+    known = {*unused}
+    ways = [(how, what, other) for what in without for how, other in substitutes(what, platform)]
+    may_drop = _may_drop(written)
+    repeated = _take_repeated(compiled, unused, ways, may_drop)
+    match_equal(without, unused, ways, changed)
+    match_resized(without, unused, changed)
+    drop_merged(without, unused, may_drop, known, changed)
+    for what, times in repeated.items():
+        unused[what] += times
     here, there = (_totals(sents, lambda sent: (sent.what, sent.line)) for sents in (written, compiled))
-    missing = [(*row, "not compiled") for row in _lines_of(most, here, there)]
-    more = [(*row, "not in the source") for row in _lines_of(have, there, here)]
+    missing = [(*row, "not compiled") for row in _lines_of(without, here, there)]
+    more = [(*row, "not in the source") for row in _lines_of(unused, there, here)]
     return changed, sorted(missing + more, key=lambda row: (row[0], row[3], row[1].entries))
+
+
+def _may_drop(written: list[Sent]) -> dict[Collective, set[float]]:
+    """Numbers of executions that XLA may leave out: each line is moved out of its loop, or equal to another, or not."""
+    found = collections.defaultdict[Collective, set[float]](lambda: {0.0})
+    for sent in written:
+        found[sent.what] |= {dropped + sent.times - sent.least for dropped in found[sent.what]}
+    return found
+
+
+def _take_repeated(
+    compiled: list[Sent], unused: Counts, ways: list[tuple], may_drop: dict[Collective, set[float]]
+) -> Counts:
+    """Takes arrays that are sent again from `unused`, beyond those that are also written as equal.
+
+    An array that is sent again is no counterpart of another array.
+    """
+    found = _totals([sent for sent in compiled if sent.again], lambda sent: sent.what)
+    for what in found:
+        equal = sum(max(may_drop[of]) for _, of, other in ways if other == what)
+        found[what] = max(0.0, found[what] - equal)
+        unused[what] -= found[what]
+    return found
+
+
+def match_equal(without: Counts, unused: Counts, ways: list[tuple], changed: dict[str, float]) -> None:
+    """Matches collectives with equal ones, then with their substitutes."""
+    for how, what, other in sorted(ways, key=lambda way: way[0] != _AS_WRITTEN):
+        if taken := min(without[what], unused[other]):
+            without[what] -= taken
+            unused[other] -= taken
+            changed[how] += taken
+
+
+def match_resized(without: Counts, unused: Counts, changed: dict[str, float]) -> None:
+    """Matches what is sent in larger or smaller pieces, as a stack of the gradients of all layers: as many bytes."""
+    for kind in {what._replace(entries=0) for what in without}:
+        sent, received = ([what for what in counts if what._replace(entries=0) == kind] for counts in (without, unused))
+        if sum(without[x] * x.entries for x in sent) == sum(unused[x] * x.entries for x in received):
+            changed["in other pieces"] += sum(without[x] for x in sent)
+            without |= dict.fromkeys(sent, 0.0)
+            unused |= dict.fromkeys(received, 0.0)
+
+
+def drop_merged(
+    without: Counts,
+    unused: Counts,
+    may_drop: dict[Collective, set[float]],
+    known: set[Collective],
+    changed: dict[str, float],
+) -> None:
+    """Drops what XLA may have left out, and loops of unknown length if they are compiled at all."""
+    for what, left in without.items():
+        if left < math.inf:
+            dropped = min((x for x in may_drop[what] if x >= left), default=max(may_drop[what]))
+            changed["merged"] += min(dropped, left)
+            without[what] = max(0.0, left - dropped)
+            unused[what] += max(0.0, dropped - left)
+        elif what in known:
+            without[what] = 0.0
 
 
 def _totals(sents: list[Sent], key: Callable) -> dict[Any, float]:
@@ -261,12 +271,6 @@ def _totals(sents: list[Sent], key: Callable) -> dict[Any, float]:
     for sent in sents:
         found[key(sent)] += sent.times
     return found
-
-
-def _is_within(part: Collective, whole: Collective) -> bool:
-    """True if one communicates within the groups of the other, and less."""
-    within = all(any({*pair} <= {*group} for group in whole.groups) for pair in part.groups)
-    return within and part.entries < whole.entries and part[:2] == whole[:2] and part.dtype == whole.dtype
 
 
 def _lines_of(left: dict[Collective, float], here: dict, there: dict) -> Iterator[tuple[str, Collective, float]]:

@@ -10,61 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright.data.untrusted import number, read_object
-from shardwright.inspect.compiled.lines import WITHOUT_LINE
-from shardwright.inspect.compiled.table import KINDS, CompiledStep, Row, read_table
-from shardwright.inspect.tables import align, fit, in_bytes, in_flops, in_seconds
+from shardwright.inspect.compiled.table import KINDS, CompiledStep, read_table
+from shardwright.inspect.operation import OPCODES, WITHOUT_LINE, Operation, amount
+from shardwright.inspect.tables import align, fit, in_seconds
 
 STEP, PROFILE, PLAN = "training_step_optimized_hlo_*", "plugins/profile/*/", "plan.json"
 """Files of a run: of its compiled step, in the directories of its profiles, and its plan."""
-OPCODES = {
-    "all_gather": "all-gather",
-    "psum_scatter": "reduce-scatter",
-    "psum": "all-reduce",
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-}
-"""Opcode of each collective of a plan."""
 _TIME = {"seconds": float, "share": float, "collective": float, "exposed": float}
 _TIMES = {"devices": int, "steps": int, "lines": [{"line": str, "text": str} | _TIME]}
-_WORK = {"line": str, "kind": str, "what?": str, "count?": float, "flops?": float, "bytes?": float, "axes?": [str]}
-_PLAN = {
-    "mesh?": {str: int},
-    "work?": [_WORK | {"seconds": float, "exposed": float}],
-    "memory?": [{"line": str, "kind": str, "bytes": float}],
-}
-
-
-class Time(NamedTuple):
-    """Seconds of all operations of a line, and those in which the device waits and computes nothing."""
-
-    seconds: float = 0.0
-    waits: float = 0.0
-
-    def __add__(self, other: Any) -> "Time":
-        return Time(self.seconds + other[0], self.waits + other[1])
-
-
-@dataclasses.dataclass
-class Part:
-    """One operation of a line.
-
-    Attributes:
-        kind: collective, matmul, attention, or kept for arrays that the backward pass reads.
-        operation: opcode of a collective; else the kind.
-        axes: axes of the mesh along which a collective communicates.
-        planned: bytes that a device sends or keeps, or FLOPs; None if there is no plan of it.
-        compiled: the same of the compiled step, by shape and place in it.
-    """
-
-    kind: str
-    operation: str
-    axes: frozenset[str]
-    planned: float | None = None
-    compiled: list[Row] = dataclasses.field(default_factory=list)
-
-    def amount(self, count: float) -> str:
-        """Formats a number of bytes or FLOPs, whichever the operation has."""
-        return (in_flops if self.kind in ("matmul", "attention") else in_bytes)(count)
+_WORK = {"line": str, "kind": str, "seconds": float, "exposed": float}
+_WORK |= {"what?": str, "count?": float, "size?": float, "flops?": float, "axes?": [str]}
+_PLAN = {"work?": [_WORK], "memory?": [{"line": str, "kind": str, "bytes": float}]}
 
 
 @dataclasses.dataclass
@@ -72,39 +28,67 @@ class Line:
     """A source line, as `train.py:158`; with ~ if the compiler dropped it from some operations.
 
     Attributes:
-        parts: its operations, by what tells them apart.
-        planned, measured: times; None if there is no plan, or no profile.
+        planned, compiled: its operations. A planned one of kind kept is an array that is saved.
+        measured: seconds of a device in a step; None if there is no profile.
+        waits: of these, the seconds in which the device waits and computes nothing.
         share, collective, exposed: shares of all measured time: of the line, of its collectives, and of the waiting.
     """
 
     place: str
     text: str = ""
-    parts: dict[tuple, Part] = dataclasses.field(default_factory=dict)
-    planned: Time | None = None
-    measured: Time | None = None
+    planned: list[Operation] = dataclasses.field(default_factory=list)
+    compiled: list[Operation] = dataclasses.field(default_factory=list)
+    measured: float | None = None
+    waits: float = 0.0
     share: float = 0.0
     collective: float = 0.0
     exposed: float = 0.0
 
-    def part(self, kind: str, operation: str, axes: Iterable[str] = ()) -> Part:
-        """The part for this operation, which is made on first use."""
-        key = kind, operation, frozenset(axes)
-        return self.parts.setdefault(key, Part(*key))
+    @property
+    def planned_seconds(self) -> float:
+        """Planned time."""
+        return sum(op.seconds for op in self.planned)
 
     @property
-    def ratio(self) -> float | None:
-        """Measured by planned time; None if one is unknown."""
-        if self.planned and self.measured and self.planned.seconds > 0 and self.measured.seconds > 0:
-            return self.measured.seconds / self.planned.seconds
-        return None
+    def planned_waits(self) -> float:
+        """Planned time in which the device waits for messages and computes nothing."""
+        return sum(op.exposed for op in self.planned if op.kind == "collective")
 
     @property
     def rank(self) -> tuple[float, ...]:
         """What lines are sorted by, largest first: times, then what is compiled."""
-        costs = (
-            sum(row.total for part in self.parts.values() for row in part.compiled if row.kind == x) for x in KINDS
-        )
-        return (self.measured or Time()).seconds, (self.planned or Time()).seconds, *costs
+        costs = (sum(op.total for op in self.compiled if op.kind == kind) for kind in KINDS)
+        return self.measured or 0.0, self.planned_seconds, *costs
+
+    def operations(self) -> list["Row"]:
+        """Rows for its operations. A planned amount is that of all rows that follow for the same one."""
+        groups: dict[tuple, tuple[list[Operation], list[Operation]]] = {}
+        for ops, i in ((self.compiled, 1), (self.planned, 0)):
+            for op in ops:
+                if op.size and op.kind != "other":
+                    what = OPCODES.get(op.what, op.what) if op.kind == "collective" else op.kind
+                    groups.setdefault((op.kind, what, frozenset(op.axes)), ([], []))[i].append(op)
+        rows = []
+        for (kind, what, axes), (planned, compiled) in groups.items():
+            predicted = amount(kind, sum(op.total for op in planned)) if planned else ""
+            if not compiled:
+                rows.append(Row(predicted, what=" ".join([what, *sorted(axes)])))
+            for op in compiled:
+                size = f"≤ {amount(kind, op.total)}" if op.sometimes else amount(kind, op.total)
+                rows.append(Row(predicted, size, "", op.times, op.words, op.where))
+                predicted = ""
+        return rows
+
+
+class Row(NamedTuple):
+    """Something of a line as text: what is planned, compiled and measured of it, how often, what, and in which loop."""
+
+    planned: str = ""
+    compiled: str = ""
+    measured: str = ""
+    number: str = ""
+    what: str = ""
+    where: str = ""
 
 
 @dataclasses.dataclass
@@ -113,8 +97,6 @@ class ByLine:
 
     lines: list[Line]
     compiled: CompiledStep | None
-    plan: dict[str, Any] | None
-    is_measured: bool
     problems: list[str]
 
 
@@ -132,8 +114,8 @@ def read_by_line(directory: Path) -> ByLine:
 
     compiled = read(f"{STEP}.json", read_table)
     times = read(f"{PROFILE}profile*.json", _read_times) or []
-    plan = read(PLAN, lambda path: read_object(path, _PLAN))
-    return ByLine(lines_of(compiled, plan or {}, times), compiled, plan, bool(times), problems)
+    planned = read(PLAN, _read_planned) or []
+    return ByLine(lines_of(compiled, planned, times), compiled, problems)
 
 
 def newest(directory: Path, pattern: str) -> Path | None:
@@ -150,14 +132,34 @@ def _read_times(path: Path) -> list[dict[str, Any]]:
     return [row | {"seconds": row["seconds"] / steps} for row in data["lines"]]
 
 
+def _read_planned(path: Path) -> list[Operation]:
+    """Reads the operations of a plan, and as kind kept the arrays that it saves for the backward pass."""
+    data = read_object(path, _PLAN)
+    found = [
+        Operation(
+            op["kind"],
+            op.get("what", ""),
+            op["line"],
+            count=number(op.get("count", 0.0)),
+            size=number(op.get("size", op.get("flops", 0.0))),
+            axes=tuple(op.get("axes", ())),
+            seconds=number(op["seconds"]),
+            exposed=number(op["exposed"]),
+        )
+        for op in data.get("work", ())
+    ]
+    held = (x for x in data.get("memory", ()) if x["kind"] == "saved")
+    return found + [Operation("kept", "", x["line"], size=number(x["bytes"])) for x in held]
+
+
 def lines_of(
-    compiled: CompiledStep | None, plan: Mapping[str, Any], times: Iterable[Mapping[str, Any]] = ()
+    compiled: CompiledStep | None, planned: Iterable[Operation] = (), times: Iterable[Mapping[str, Any]] = ()
 ) -> list[Line]:
     """Merges what is known of a step by line, the lines that take longest first.
 
     Args:
         compiled: the compiled step.
-        plan: the data of a Plan; empty: none.
+        planned: the operations of a plan.
         times: the lines of a profile, as line_times returns them, with seconds of one device and step.
     """
     found: dict[str, Line] = {}
@@ -169,53 +171,32 @@ def lines_of(
         line.text = line.text or text
         return line
 
-    for row in [row for kind in KINDS for row in compiled.of(kind)] if compiled else []:
-        operation, axes = (row.what, row.axes.split()) if row.kind == "collective" else (row.kind, [])
-        text = compiled.text_of(row.line) if compiled else ""
-        at(row.line, text).part(row.kind, operation, axes).compiled.append(row)
-    for op in plan.get("work", ()):
-        line = at(op["line"] or WITHOUT_LINE)
-        is_sent = op["kind"] == "collective"
-        waits = number(op["exposed"]) if is_sent else 0.0
-        line.planned = (line.planned or Time()) + (number(op["seconds"]), waits)
-        if op["kind"] in ("collective", "matmul", "attention") and "count" in op:
-            what = str(op.get("what", ""))
-            operation = OPCODES.get(what, what) if is_sent else str(op["kind"])
-            part = line.part(op["kind"], operation, op.get("axes", ()))
-            amount = sent_in_ring(op, plan.get("mesh", {})) if is_sent else number(op.get("flops"))
-            part.planned = (part.planned or 0.0) + amount * number(op["count"])
-    for held in plan.get("memory", ()):
-        if held["kind"] == "saved":
-            part = at(held["line"] or WITHOUT_LINE).part("kept", "kept")
-            part.planned = (part.planned or 0.0) + number(held["bytes"])
+    for op in [op for kind in KINDS for op in compiled.of(kind)] if compiled else []:
+        at(op.line, compiled.text_of(op.line) if compiled else "").compiled.append(op)
+    for op in planned:
+        at(op.line or WITHOUT_LINE).planned.append(op)
     for own in times:
         line = at(own["line"], own["text"])
-        waits = own["seconds"] * own["exposed"] / (own["share"] or 1)
-        line.measured = (line.measured or Time()) + (own["seconds"], waits)
+        line.measured = (line.measured or 0.0) + own["seconds"]
+        line.waits += own["seconds"] * own["exposed"] / (own["share"] or 1)
         line.share += own["share"]
         line.collective += own["collective"]
         line.exposed += own["exposed"]
     return sorted(found.values(), key=lambda line: line.rank, reverse=True)
 
 
-def sent_in_ring(op: Mapping[str, Any], mesh: Mapping[str, int]) -> float:
-    """Bytes that a device sends in a planned collective, if the devices of a group form a ring."""
-    members = 1
-    for axis in op.get("axes", ()):
-        members *= max(1, mesh.get(axis, 1))
-    share = 1.0 if op.get("what") == "ppermute" else (members - 1) / members
-    return number(op.get("bytes")) * share * (2 if op.get("what") == "psum" else 1)
-
-
-HEAD = ("planned", "compiled", "measured", "number", "what", "where")
-
-
 def as_text(found: ByLine, width: int) -> str:
     """Formats the lines for a terminal of `width` columns."""
-    rows: list[tuple[str, ...]] = [HEAD]
+    rows: list[tuple[str, ...]] = [Row._fields]
     starts: dict[int, Line] = {}
     for line in found.lines:
-        if of_line := [*_times_of(line), *_parts_of(line)]:
+        times = {
+            "time": (line.planned_seconds, line.measured),
+            "waiting": (line.planned_waits, line.waits),
+        }
+        shown = {what: [in_seconds(x) if x else "" for x in both] for what, both in times.items() if any(both)}
+        of_line = [Row(planned, "", measured, what=what) for what, (planned, measured) in shown.items()]
+        if of_line := of_line + line.operations():
             starts[len(rows)] = line
             rows += of_line
     shown = [i for i, column in enumerate(zip(*rows, strict=True)) if i > 3 or any(column[1:])]
@@ -233,25 +214,3 @@ def as_text(found: ByLine, width: int) -> str:
     if any(line.place.startswith("~") for line in starts.values()):
         blocks.append("\n~ the compiler dropped the line; it is that of a neighboring operation")
     return "\n".join(blocks)
-
-
-def _times_of(line: Line) -> list[tuple[str, ...]]:
-    """Rows of HEAD for the times of a line."""
-    of = line.planned or Time(), line.measured or Time()
-    rows = [("time", [time.seconds for time in of]), ("waiting", [time.waits for time in of])]
-    shown = ((what, [in_seconds(x) if x else "" for x in both]) for what, both in rows if any(both))
-    return [(planned, "", measured, "", what, "") for what, (planned, measured) in shown]
-
-
-def _parts_of(line: Line) -> list[tuple[str, ...]]:
-    """Rows of HEAD for the operations of a line. The planned amount is that of all that follow for the same one."""
-    found = []
-    for part in line.parts.values():
-        planned = "" if part.planned is None else part.amount(part.planned)
-        for row in part.compiled:
-            size = f"{'≤ ' * row.sometimes}{row.amount(row.total)}"
-            found.append((planned, size, "", row.times, row.words, row.where))
-            planned = ""
-        if planned:
-            found.append((planned, "", "", "", f"{part.operation} {' '.join(sorted(part.axes))}".strip(), ""))
-    return found

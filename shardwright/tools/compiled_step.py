@@ -33,12 +33,13 @@ def run(config: Settings) -> None:
     text = newest(given, f"{STEP}.txt") if given.is_dir() else given
     if text is None or not text.exists():
         raise ValueError(f"run is {given}: there is no training_step_optimized_hlo_<date>.txt; give a run's directory.")
-    found = read_by_line(given) if given.is_dir() else ByLine([], None, None, False, [])
+    found = read_by_line(given) if given.is_dir() else ByLine([], None, [])
     # The table that the run wrote beside its text has the source lines of that time.
     if found.compiled is None:
         with refused(str(text), remedy=""):
             found.compiled = read_step(text)
-        found.lines = lines_of(found.compiled, found.plan or {})
+        planned = [op for line in found.lines for op in line.planned]
+        found.lines = lines_of(found.compiled, planned)
     for problem in found.problems:
         print(shown(f"not shown: {problem}"))
     print(shown(as_text(found, shutil.get_terminal_size((10_000, 0)).columns)))

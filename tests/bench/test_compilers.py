@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from bench.plan import compilers, programs, trainers
-from shardwright.inspect.plan.work import Op
+from shardwright.inspect.operation import OPCODES, sent_in_ring
 from shardwright.run.compiling import with_mesh
 from tests.support.annotated_program import FACTS, TEXT
 
@@ -66,8 +66,7 @@ def test_a_name_that_is_not_known(tmp_path, capsys):
 @pytest.mark.parametrize(("op", "bytes"), [("all_gather", 84), ("psum_scatter", 84), ("psum", 168), ("ppermute", 96)])
 def test_bytes_that_a_plan_sends_are_those_of_a_ring(op, bytes):
     """Of two collectives of 48 bytes over 2 × 4 devices; a device of a ring sends 7 of its 8 parts."""
-    planned = Op("train.py:1", "", "", "collective", op, 2.0, 0.0, 0.0, axes=("r", "d"), bytes=48.0)
-    assert compilers.sent_by(planned, {"p": 3, "r": 2, "d": 4, "t": 5}) == bytes
+    assert 2 * sent_in_ring(OPCODES[op], 48, 8) == bytes
 
 
 ROOT = Path(__file__).parents[2]

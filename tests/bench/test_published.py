@@ -11,8 +11,8 @@ import pytest
 from bench.plan.published import calibration, record, runs
 from bench.plan.published.__main__ import lines, main
 from shardwright.cluster.chips import chip_of
+from shardwright.inspect.operation import Operation
 from shardwright.inspect.plan.step import Facts, PlannedStep
-from shardwright.inspect.plan.work import Op
 
 HEADER = ",".join(runs.COLUMNS)
 TINY = "x1,torchtitan,2/64/4 vocab 256,2 H100,d2,1,2,32,bf16,full,F,0.5,,,"
@@ -232,17 +232,17 @@ def test_trainers_are_held_out_in_turn(tmp_path):
 NEMO = "x1,NeMo,4/64/4 vocab 256,{},{},1,4,32,bf16,none,F,0.5,,,"
 
 
-def planned(tmp_path, chips: str, mesh: str, ops: list[Op]) -> float:
+def planned(tmp_path, chips: str, mesh: str, ops: list[Operation]) -> float:
     """Seconds of a step of these operations, as NeMo runs it on a mesh."""
     run = run_of(tmp_path, NEMO.format(chips, mesh))._replace(constants={"interference": 0.5})
     step = PlannedStep(ops, [], dict(run.sizes), Facts(1, 1.0, "bf16", 4, 4), None)
     return runs.plan(run, step).seconds
 
 
-MATMUL = Op("", "forward", "", "matmul", "", 4.0, 2e12, 0.0, (1, 10000, 10000, 10000), "bf16", loop=1)
-GATHER = Op(
-    "", "forward", "", "collective", "all_gather", 4.0, 0.0, 0.0, axes=("t",), bytes=1e9, timing="waited", loop=1
-)
+SHAPE = (1, 10000, 10000, 10000)
+MATMUL = Operation("matmul", "", "", "forward", 4.0, 2e12, "bf16", shape=SHAPE, loop=1)
+WAITED = Operation("collective", "all_gather", "", "forward", bytes=1e9, timing="waited")
+GATHER = WAITED._replace(count=4.0, axes=("t",), loop=1)
 
 
 def test_messages_inside_matmuls_cost_a_share_of_their_time(tmp_path):
@@ -254,15 +254,15 @@ def test_messages_inside_matmuls_cost_a_share_of_their_time(tmp_path):
 
 def test_gradients_are_summed_beside_computation(tmp_path):
     """Over r and c, slowing it by `interference` of their time: 1 GB, as ours is half of it over c, and in f32."""
-    ours = Op("", "backward", "", "collective", "psum", 1.0, 0.0, 0.0, axes=("r",), bytes=1e9, timing="waited")
+    ours = WAITED._replace(what="psum", phase="backward", axes=("r",))
     computed = planned(tmp_path, "16 H100", "d8 c2", [MATMUL])
     alone = chip_of("h100").collective_s("psum", 1e9, {"r": 8, "c": 2}, ("r", "c"))
     assert planned(tmp_path, "16 H100", "d8 c2", [MATMUL, ours]) - computed == pytest.approx(0.5 * alone)
 
 
 def test_a_distributed_optimizer_updates_a_part_and_copies_nothing(tmp_path):
-    update = Op("", "", "", "memory", "f32[1]", 1.0, 0.0, 1e11)
-    accumulated = Op("", "", "", "memory", "f32[1]", 4.0, 0.0, 1e11, loop=1)
+    update = Operation("memory", "f32[1]", traffic=1e11)
+    accumulated = update._replace(count=4.0, loop=1)
     of_weights = GATHER._replace(axes=("c",), timing="ahead")
     computed = planned(tmp_path, "16 H100", "d8 c2", [MATMUL])
     chip = chip_of("h100")

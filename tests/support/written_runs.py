@@ -150,9 +150,9 @@ def write_step(run: Path) -> Path:
 def write_plan(run: Path) -> Path:
     """The plan of steps of 0.4 s, with an operation of line 20, two of line 10, and one that no profile shows."""
     gather = {"line": "train.py:10", "kind": "collective", "seconds": 0.008, "exposed": 0.002}
-    gather |= {"what": "all_gather", "axes": ["d", "t"], "bytes": 1024.0, "flops": 0.0, "count": 16.0}
+    gather |= {"what": "all_gather", "axes": ["d", "t"], "bytes": 1024.0, "size": 896.0, "count": 16.0}
     product = {"line": "train.py:20", "kind": "matmul", "seconds": 0.1, "exposed": 0.1}
-    product |= {"what": "100×100×100", "axes": [], "bytes": 0.0, "flops": 2e6, "count": 12.0}
+    product |= {"what": "100×100×100", "axes": [], "bytes": 0.0, "size": 2e6, "count": 12.0}
     work = [product, gather, gather]
     work.append({"line": "train.py:30", "kind": "memory", "seconds": 0.003, "exposed": 0.003})
     plan = {"chip": "v5e", "seconds": 0.4, "seconds_low": 0.32, "seconds_high": 0.5, "tokens_per_second": 1600.0}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.cluster.chips import chip_of
+from shardwright.inspect.operation import Operation
 from shardwright.inspect.plan.plan import Plan, plan_of
 from shardwright.inspect.plan.step import Facts, Held, PlannedStep
-from shardwright.inspect.plan.work import Op
 from shardwright.inspect.tables import WIDTH
 from shardwright.tools.plan.page import KINDS, page, roofline
 from shardwright.tools.plan.screen import GIB, SHOWN, as_text, work
@@ -29,11 +29,13 @@ def plan(lines: int = 30, size: float = GIB) -> Plan:
     ops = []
     for i in range(lines):
         line, n = f"a_directory/with_a_name/that_is_long.py:{i + 1}", 4096 // (i + 1)
-        products = {"count": 8.0, "flops": 2.0 * n**3, "traffic": 6.0 * n * n, "shape": (1, n, n, n), "dtype": "bf16"}
-        ops += [Op(line, phase, "", "matmul", f"{n}×{n}×{n}", **products, loop=1) for phase in ("forward", "backward")]
-        ops.append(Op(line, "forward", "", "memory", f"bf16[{n}]", 8.0, 0.0, 2e6 * n, loop=1))
+        products = {"count": 8.0, "size": 2.0 * n**3, "traffic": 6.0 * n * n, "shape": (1, n, n, n), "dtype": "bf16"}
+        for phase in ("forward", "backward"):
+            ops.append(Operation("matmul", f"{n}×{n}×{n}", line, phase, **products, loop=1))
+        ops.append(Operation("memory", f"bf16[{n}]", line, "forward", 8.0, traffic=2e6 * n, loop=1))
         sent = {"axes": ("r",) if i % 2 else ("d",), "bytes": 1e6 * n, "timing": "waited" if i % 2 else "ahead"}
-        ops.append(Op(line, "forward", "", "collective", "all_gather", 8.0, 0.0, 2e6 * n, tensor=FORBIDDEN, **sent))
+        sent |= {"traffic": 2e6 * n, "tensor": FORBIDDEN}
+        ops.append(Operation("collective", "all_gather", line, "forward", 8.0, **sent))
     return plan_of(
         PlannedStep(ops, held, {"p": 1, "r": 8, "d": 8, "t": 1}, Facts(2**20, 4e10, "bf16", 8, 1)), H100, 1000
     )

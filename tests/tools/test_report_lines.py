@@ -48,28 +48,26 @@ def test_lines_have_their_time_and_what_they_do(run):
 
     assert of_time(matmul) == pytest.approx([100, 0, 80, 0, 0.8, 0, 0])
 
-    def of(part):
-        return (part["size"], part.get("planned", ""), part["what"], part["where"])
-
-    product, kept = matmul["parts"]
-    assert of(product) == ("24.0 MFLOP", "24.0 MFLOP", "100×100×100 bf16", "layers, forward × 1 × 12")
-    assert of(kept) == ("64 B", "64 B", "kept f32[8]", "outside of loops × 2")
+    product, kept = matmul["operations"]
+    assert product == ("24.0 MFLOP", "24.0 MFLOP", "", "1 × 12", "100×100×100 bf16", "layers, forward")
+    assert kept == ("64 B", "64 B", "", "2", "kept f32[8]", "outside of loops")
     assert (gather["place"], gather["text"]) == ("train.py:10", 'w = gather("M/d -> M", w)')
     assert of_time(gather) == pytest.approx([16, 4, 20, 5, 0.2, 0.2, 0.05])
     assert [row["ratio"] for row in found["first"]] == ["0.8", "1.25", ""]
     assert "<td>16.00</td><td>20.00</td><td>1.25</td><td>4.00</td><td>5.00</td>" in html(run)
-    forward, backward = gather["parts"]
+    forward, backward = gather["operations"]
     # Of 8 devices, each sends 7/8 of the 16 KiB of each of both.
-    assert of(forward) == ("36.0 KiB", "28.0 KiB", "all-gather t d, not overlapped", "layers, forward × 3 × 12")
-    assert of(backward) == ("2.00 KiB", "", "reduce-scatter t, overlapped", "outside of loops")
-    assert (moved["place"], moved["parts"], moved["measured"]) == ("train.py:30", [], None)
+    assert forward == ("28.0 KiB", "36.0 KiB", "", "3 × 12", "all-gather t d, not overlapped", "layers, forward")
+    assert backward == ("", "2.00 KiB", "", "1", "reduce-scatter t, overlapped", "outside of loops")
+    assert "(planned 28.0 KiB) <span class=\"quiet\">layers, forward × 3 × 12</span>" in html(run)
+    assert (moved["place"], moved["operations"], moved["measured"]) == ("train.py:30", [], None)
 
 
 def test_what_is_on_condition_is_at_most(run):
     path = run / f"{HLO}.json"
     change(path, rows=[row | {"sometimes": True} for row in json.loads(path.read_text())["rows"]])
     found = shown(run)
-    assert found["first"][0]["parts"][0]["size"] == "≤ 24.0 MFLOP"
+    assert found["first"][0]["operations"][0].compiled == "≤ 24.0 MFLOP"
     assert found["facts"][1][1] == "at most 24.0 MFLOP"
 
 
@@ -82,7 +80,7 @@ def test_the_newest_files_are_shown(run):
 
 def test_a_plan_with_less_of_an_operation_or_an_odd_mesh_is_shown(run):
     plan = json.loads((run / "plan.json").read_text()) | {"mesh": {"d": 0, "t": -2}}
-    lacking = ("what", "axes", "bytes", "flops")
+    lacking = ("what", "axes", "bytes", "size")
     plan["work"] = [{name: value for name, value in op.items() if name not in lacking} for op in plan["work"]]
     (run / "plan.json").write_text(json.dumps(plan))
     found = shown(run)

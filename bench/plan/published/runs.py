@@ -22,9 +22,9 @@ from shardwright.cluster.chips import Chip, chip_of
 from shardwright.cluster.config import HardwareConfig, MeshConfig
 from shardwright.data.loader import DataConfig
 from shardwright.data.untrusted import one_line, read_text
+from shardwright.inspect.operation import Operation
 from shardwright.inspect.plan.plan import Plan, plan_of
 from shardwright.inspect.plan.step import PlannedStep
-from shardwright.inspect.plan.work import Op
 from shardwright.inspect.planning import planned_step
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
@@ -337,7 +337,7 @@ def plan(run: Run, step: PlannedStep) -> Plan:
     return found._replace(seconds=found.seconds - saved, bubble=found.bubble - saved)
 
 
-def _as_trained(run: Run, step: PlannedStep) -> list[Op]:
+def _as_trained(run: Run, step: PlannedStep) -> list[Operation]:
     """The operations of a step of ours, changed to those of its trainer."""
     c = trainers()[run.trainer]
     overlaps = c.get("overlaps", [])
@@ -361,11 +361,11 @@ def _as_trained(run: Run, step: PlannedStep) -> list[Op]:
     ]
 
 
-def _is_of(op: Op, axes: Collection[str]) -> bool:
+def _is_of(op: Operation, axes: Collection[str]) -> bool:
     return op.kind == "collective" and set(op.axes) <= set(axes)
 
 
-def _of_distributed_optimizer(ops: Sequence[Op], sizes: Mapping[str, int]) -> Iterator[Op]:
+def _of_distributed_optimizer(ops: Sequence[Operation], sizes: Mapping[str, int]) -> Iterator[Operation]:
     """Operations with Megatron's distributed optimizer and its fused accumulation of gradients.
 
     Each device has whole weights, in bf16, and sums gradients of r and c once a step. A matmul adds to the gradients

@@ -8,7 +8,6 @@ from shardlib.places import HELPERS, is_installed, shown_path
 from shardwright.inspect.compiled.hlo import Computation, Frame, Instruction, Program, Shape
 from shardwright.inspect.compiled.operations import NO_WORK
 
-WITHOUT_LINE = "without a line"
 _LIBRARY = "shardlib"
 _NEVER = ("parameter", "constant", "while", "conditional", "tuple", "get-tuple-element", "iota", "partition-id")
 """Opcodes whose line tells nothing about their neighbors."""
@@ -33,15 +32,16 @@ def phase_of(op_name: str) -> str:
     return "forward" if "jvp(" in op_name else ""
 
 
-class CallSite(NamedTuple):
-    """Where an operation comes from: its line, and its phase as `phase_of` returns it.
+class Site(NamedTuple):
+    """Where an operation comes from: its line, its phase as `phase_of` returns it, and the task of a pipeline stage.
 
-    The line is `path/file.py:158`, of a file that users edit, with its path in the checkout; None if unknown. A "~"
+    The line is `path/file.py:158`, of a file that users edit, with its path in the checkout; "" if unknown. A "~"
     before it means that the compiler dropped the line, so this is the line of a neighbor.
     """
 
-    line: str | None
-    phase: str
+    line: str = ""
+    phase: str = ""
+    task: str = ""
 
 
 class Places:
@@ -66,16 +66,16 @@ class Places:
                 self._users[file] = path
         self.files = {path: file for file, path in self._users.items()}
 
-    def of_frames(self, frames: tuple[Frame, ...]) -> str | None:
-        """The innermost line of a user's file, as defined by shardlib.places."""
-        return next((f"{self._users[x.file]}:{x.line}" for x in frames if x.file in self._users), None)
+    def of_frames(self, frames: tuple[Frame, ...]) -> str:
+        """The innermost line of a user's file, as defined by shardlib.places; "" if there is none."""
+        return next((f"{self._users[x.file]}:{x.line}" for x in frames if x.file in self._users), "")
 
-    def of_instruction(self, instruction: Instruction) -> CallSite:
+    def of_instruction(self, instruction: Instruction) -> Site:
         """Where the instruction itself says that it comes from."""
-        line = self.of_frames(instruction.frames) if instruction.op_name else None
-        return CallSite(line, phase_of(instruction.op_name))
+        line = self.of_frames(instruction.frames) if instruction.op_name else ""
+        return Site(line, phase_of(instruction.op_name))
 
-    def locate(self, computation: Computation, instruction: Instruction) -> CallSite:
+    def locate(self, computation: Computation, instruction: Instruction) -> Site:
         """Where an instruction comes from; for a fusion, where its main operation comes from.
 
         XLA drops the name of some operations that it rewrites, such as batched matmuls on CPUs, and gives them the line
@@ -88,10 +88,10 @@ class Places:
         sources = (computation.instructions.get(name) for name in instruction.operands)
         for neighbour in [*computation.readers.get(instruction.name, ()), *sources]:
             if neighbour and neighbour.opcode not in _NEVER and (found := self._locate_own(neighbour)):
-                return CallSite(f"~{found.line}", found.phase)
-        return CallSite(None, "")
+                return Site(f"~{found.line}", found.phase)
+        return Site()
 
-    def _locate_own(self, instruction: Instruction) -> CallSite | None:
+    def _locate_own(self, instruction: Instruction) -> Site | None:
         inside = self._inside(instruction)
         # A fusion with a matmul is that matmul, though it may end with another operation.
         heavy = [other for other in inside if other.opcode in ("dot", "convolution")]
@@ -111,7 +111,7 @@ class Places:
                 found += [other, *self._inside(other)]
         return found
 
-    def saved_for_backward(self, computation: Computation) -> list[tuple[str, str | None, Shape]]:
+    def saved_for_backward(self, computation: Computation) -> list[tuple[str, str, Shape]]:
         """What the backward pass in a computation reads of the forward pass, except scalars and weights.
 
         Each as: the name of the computation that makes it, which may be a loop's body; the line that made it, or saved
@@ -138,7 +138,7 @@ class Places:
         shapes = maker.shapes if part is None else maker.shapes[part : part + 1]
         if len(shapes) != 1 or not shapes[0].dims or maker.opcode in ("parameter", "constant"):
             return None
-        line, phase = self.locate(computation, maker)
+        line, phase, _ = self.locate(computation, maker)
         if maker.opcode == "while":
             computation = self._computations[maker.called[-1]]
             stack = self._stack(computation, part)
@@ -165,7 +165,7 @@ class Places:
             return self._makers(computation, instruction.operands[0], part)
         return ((instruction, part),)
 
-    def _stack(self, computation: Computation, part: int | None, callers: tuple = ()) -> CallSite | None:
+    def _stack(self, computation: Computation, part: int | None, callers: tuple = ()) -> Site | None:
         """Where the entries of a stack, a part of a computation's result, come from; None if it is not a stack.
 
         `callers`: the fusions around the computation, outermost first, each with its own computation.
@@ -181,7 +181,7 @@ class Places:
                 return next(filter(None, inside), None)
         return None
 
-    def _put(self, computation: Computation, name: str, callers: tuple) -> CallSite:
+    def _put(self, computation: Computation, name: str, callers: tuple) -> Site:
         """Where the value that is put into a stack comes from."""
         for maker, _ in self._makers(computation, name):
             if maker.opcode != "parameter":
@@ -189,4 +189,4 @@ class Places:
             if callers:
                 outer, call = callers[-1]
                 return self._put(outer, call.operands[int(maker.operands[0])], callers[:-1])
-        return CallSite(None, "forward")  # what the loop carries, such as the residual stream
+        return Site("", "forward")  # what the loop carries, such as the residual stream

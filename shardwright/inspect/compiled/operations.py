@@ -3,12 +3,13 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 from shardwright.inspect.compiled.hlo import Computation, Instruction, Program, Shape
+from shardwright.inspect.operation import Operation, matmul, matmul_sizes, sent_in_ring
 
 COLLECTIVES = (
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"),
@@ -20,112 +21,117 @@ NO_WORK = {
 }
 """Opcodes that neither compute nor move anything."""
 _REDUCTIONS = ("add", "maximum", "minimum", "multiply", "and", "or")
-_CONTRACTED = ("lhs_contracting", "lhs_batch", "rhs_contracting", "rhs_batch")
+_DIMS = ("lhs_contracting", "rhs_contracting", "lhs_batch", "rhs_batch")
 
 
-class Work(NamedTuple):
-    """What an operation does.
+class Collective(NamedTuple):
+    """A collective of one array on one device.
 
     Attributes:
-        kind: "collective", "matmul", "kept" for an array that the backward pass reads, or "other".
-        what: such as "all-gather"; "m×k×n" for a matmul, "b: m×k×n" for b of them; type of a kept array.
-        size: bytes that a device sends, if the devices of a group form a ring; floating-point operations, 2·b·m·k·n;
-            bytes of a kept array.
-        dtype: dtype of the arrays; for a matmul, of its operands.
-        axes: for a collective, the axes of the mesh along which devices communicate, as in "d t". Empty if unknown.
-        overlapped: for a collective, True if the program computes between its start and its end. None: it has no start
-            and end.
-    """
-
-    kind: str
-    what: str
-    size: int
-    dtype: str = ""
-    axes: str = ""
-    overlapped: bool | None = None
-
-
-class Message(NamedTuple):
-    """What a collective sends: its opcode, that of its reduction or "", and the types of its operands.
-
-    `groups` has ids of the devices that communicate with each other; for a permutation, pairs. Empty if unknown.
+        kind: opcode, without -start.
+        reduction: opcode of what it computes; "" if it reduces nothing.
+        groups: groups of ids of the devices that communicate; for a permutation, pairs. The members of an all-reduce
+            have no order. Empty if unknown.
+        dtype: dtype of the array, as in HLO.
+        entries: of the result of an all-gather, else of the operand.
     """
 
     kind: str
     reduction: str
-    groups: list[list[int]]
-    arrays: list[Shape]
+    groups: frozenset
+    dtype: str
+    entries: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the entries."""
+        return Shape(self.dtype, (self.entries,)).bytes
+
+
+def canonical(groups: Iterable[Iterable[int]], kind: str) -> frozenset:
+    """Groups without an order, in which only the members of an all-reduce have none either."""
+    return frozenset((frozenset if kind == "all-reduce" else tuple)(map(int, group)) for group in groups)
 
 
 def works_of(
-    program: Program,
-    computation: Computation,
-    instruction: Instruction,
-    chains: set[str] | None = None,
-    collective: Callable[[Program, Computation, Instruction], Any] | None = None,
-) -> list[Any]:
-    """The collectives and matmuls that an operation is, or has fused into it.
+    program: Program, computation: Computation, instruction: Instruction, chains: set[str] | None = None
+) -> list[Operation]:
+    """The collectives and matmuls that an operation is, or has fused into it. `chains` are as in messages_of."""
+    messages = messages_of(program, computation, instruction, set() if chains is None else chains)
+    found = [_collective(program, *message) for message in messages]
+    return found + [x for part in _parts(program, computation, instruction) if (x := _matmul(*part))]
+
+
+def messages_of(
+    program: Program, computation: Computation, instruction: Instruction, chains: set[str]
+) -> list[tuple[Computation, Instruction, list[Collective]]]:
+    """The collectives that an operation is, or has fused into it, and the arrays of each.
 
     TPUs do part of a collective in each of the fusions that follow its start; all have the number of its chain. Only
-    the first one counts, and its number is added to `chains`. `collective` makes a Work, or what it makes instead.
+    the first one counts, and its number is added to `chains`.
     """
-    chains = set() if chains is None else chains
-    collective = collective or _collective
-    if communicated := collective(program, computation, instruction):
-        return [communicated]
+    found = []
+    for part in _parts(program, computation, instruction):
+        if arrays := _arrays(program, *part):
+            chain = re.search(r'\bchain_id="(\w+)"', part[1].attributes)
+            if part[1] is instruction or chain is None or chain[1] not in chains:
+                found.append((*part, arrays))
+            chains.update([chain[1]] if chain else [])
+    return found
+
+
+def _parts(
+    program: Program, computation: Computation, instruction: Instruction
+) -> list[tuple[Computation, Instruction]]:
+    """An instruction that communicates; else the instruction and those that it has fused into it."""
     parts = [(computation, instruction)]
-    if instruction.opcode in ("fusion", "async-start", "call-start"):
+    if instruction.opcode in ("fusion", "async-start", "call-start") and not _arrays(program, *parts[0]):
         inside = [program.computations[name] for name in instruction.called]
         parts += [(called, part) for called in inside for part in called.instructions.values()]
-    found = []
-    for part in parts:
-        communicated = collective(program, *part)
-        chain = re.search(r'\bchain_id="(\w+)"', part[1].attributes)
-        if communicated and chain:
-            communicated = None if chain[1] in chains else communicated
-            chains.add(chain[1])
-        found += [communicated, _matmul(*part)]
-    return [work for work in found if work]
+    return parts
 
 
-def message_of(program: Program, computation: Computation, instruction: Instruction) -> Message | None:
+def _arrays(program: Program, computation: Computation, instruction: Instruction) -> list[Collective]:
     """What the instruction communicates.
 
-    None if it does not, if it only ends what another one started, or if each device is a group of its own.
+    Empty if it does not, if it only ends what another one started, or if each device is a group of its own.
     """
     starts = instruction.opcode in ("async-start", "call-start")  # a call: by the sparse core of a TPU
     actual = program.computations[instruction.called[0]].root if starts else instruction
     op = actual.opcode.removesuffix("-start")
     if op not in COLLECTIVES:
-        return None
-    groups = _groups(program, actual.attributes)
-    if (
-        op == "all-reduce"
-        and computation.root.opcode == "dynamic-slice"
-        and computation.root.operands[0] == actual.name
-    ):
+        return []
+    listed = _groups(program, actual.attributes)
+    members = max(map(len, listed), default=program.devices)
+    if members == 1:
+        return []
+    root = computation.root
+    if op == "all-reduce" and root.opcode == "dynamic-slice" and root.operands[0] == actual.name:
         op = "reduce-scatter"  # as TPUs write some in a fusion, with padding
     opcodes = (inside.opcode for name in actual.called for inside in program.computations[name].instructions.values())
     reduction = next((opcode for opcode in opcodes if opcode in _REDUCTIONS), "")
+    groups = canonical(listed, op)
     operands = (computation.instructions[name] for name in instruction.operands)
-    arrays = [shape for operand in operands for shape in operand.shapes if shape.dtype != "token"]
-    is_one = max(map(len, groups), default=program.devices) == 1
-    return None if is_one else Message(op, reduction, groups, arrays)
+    shapes = [shape for operand in operands for shape in operand.shapes if shape.dtype != "token"]
+    sizes = [math.prod(shape.dims) * (members if op == "all-gather" else 1) for shape in shapes]
+    if op == "all-to-all" and len(sizes) == members:  # it has an operand for each device of a group
+        sizes = [sum(sizes)]
+    return [Collective(op, reduction, groups, shape.dtype, n) for shape, n in zip(shapes, sizes, strict=False)]
 
 
-def _collective(program: Program, computation: Computation, instruction: Instruction) -> Work | None:
-    if (message := message_of(program, computation, instruction)) is None:
-        return None
-    op, _, groups, arrays = message
+def _collective(
+    program: Program, computation: Computation, instruction: Instruction, arrays: list[Collective]
+) -> Operation:
+    kind, _, groups, *_ = arrays[0]
     members = max(map(len, groups), default=program.devices)
-    sent = sum(array.bytes for array in arrays)
-    if op == "all-gather":
-        sent *= members - 1
-    elif op in ("reduce-scatter", "all-to-all", "ragged-all-to-all", "all-reduce"):
-        sent = sent * (members - 1) * (2 if op == "all-reduce" else 1) // members
-    dtypes = dict.fromkeys(array.dtype for array in arrays)
-    overlapped = _overlapped(computation, instruction) if instruction.opcode.endswith("-start") else None
-    return Work("collective", op, sent, ", ".join(dtypes), " ".join(axes_of(groups, program)), overlapped)
+    return Operation(
+        "collective",
+        kind,
+        size=sent_in_ring(kind, sum(array.bytes for array in arrays), members),
+        dtype=", ".join(dict.fromkeys(array.dtype for array in arrays)),
+        axes=tuple(axes_of(groups, program)),
+        overlapped=_overlapped(computation, instruction) if instruction.opcode.endswith("-start") else None,
+    )
 
 
 def _overlapped(computation: Computation, start: Instruction) -> bool:
@@ -184,7 +190,7 @@ def axes_of(groups: Iterable[Iterable[int]], program: Program) -> list[str]:
     return [axis for i, axis in enumerate(program.mesh) if any((at[i] != at[i][0]).any() for at in places)]
 
 
-def _matmul(computation: Computation, instruction: Instruction) -> Work | None:
+def _matmul(computation: Computation, instruction: Instruction) -> Operation | None:
     """The matmul that the instruction computes; None if it is not one."""
     opcode, attributes = instruction.opcode, instruction.attributes
     of_gpus = re.findall(r'_target="[^"]*(?:gemm|matmul).*"dot_dimension_numbers":(\{[^{}]*\})', attributes)
@@ -193,20 +199,14 @@ def _matmul(computation: Computation, instruction: Instruction) -> Work | None:
         return None
     left, right = (computation.instructions[name].shapes[0] for name in instruction.operands[:2])
     if opcode == "convolution":  # how TPUs compute matmuls
-        return _product(*_convolved(left, right, instruction), left)
+        return matmul(*_convolved(left, right, instruction), left.dtype)
     if opcode == "dot":
-        found = (re.search(rf"\b{key}_dims=\{{([\d,]*)\}}", attributes) for key in _CONTRACTED)
-        left_k, left_b, right_k, right_b = (_numbers(match[1]) if match else [] for match in found)
+        found = (re.search(rf"\b{key}_dims=\{{([\d,]*)\}}", attributes) for key in _DIMS)
+        dims = [_numbers(match[1]) if match else [] for match in found]
     else:
         numbers = json.loads(of_gpus[0])
-        found = (numbers.get(f"{key}_dimensions", []) for key in _CONTRACTED)
-        left_k, left_b, right_k, right_b = (_numbers(str(dims)) for dims in found)
-    b, k = (math.prod(left.dims[i] for i in chosen) for chosen in (left_b, left_k))
-    m, n = (
-        math.prod(size for i, size in enumerate(shape.dims) if i not in used)
-        for shape, used in ((left, left_k + left_b), (right, right_k + right_b))
-    )
-    return _product(b, m, k, n, left)
+        dims = [_numbers(str(numbers.get(f"{key}_dimensions", []))) for key in _DIMS]
+    return matmul(*matmul_sizes(left.dims, right.dims, (dims[0], dims[1]), (dims[2], dims[3])), left.dtype)
 
 
 def _convolved(left: Shape, right: Shape, instruction: Instruction) -> tuple[int, int, int, int]:
@@ -234,10 +234,6 @@ def _convolved(left: Shape, right: Shape, instruction: Instruction) -> tuple[int
     whole = pairs % places == 0
     m, k = (b * places, kernel["i"] * pairs // places) if whole else (b * pairs, kernel["i"])
     return 1, m, k, made["f"]
-
-
-def _product(b: int, m: int, k: int, n: int, left: Shape) -> Work:
-    return Work("matmul", f"{b}: {m}×{k}×{n}" if b > 1 else f"{m}×{k}×{n}", 2 * b * m * k * n, left.dtype)
 
 
 def _numbers(text: str) -> list[int]:

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Iterable
 
 from shardwright.data.untrusted import shown
-from shardwright.inspect.compiled.table import KINDS, CompiledStep, Row, around
-from shardwright.inspect.tables import in_bytes
+from shardwright.inspect.compiled.table import KINDS, CompiledStep, around
+from shardwright.inspect.operation import Operation, amount
 
 _WIDTH, _MARGIN, _INDENT, _LETTER = 1180, 16, 10, 7.3
 _AXES = {"r": "#cc79a7", "d": "#0072b2", "t": "#d55e00", "p": "#009e73", "e": "#8c6bb1", "c": "#7f6000"}
@@ -24,9 +24,9 @@ _AT_NIGHT |= {_LOOP: "#9db8f0", _KINDS["matmul"]: "#c8ccd2", _AXES["c"]: "#c9a22
 """What these colors become where the reader prefers a dark page."""
 
 
-def colours_of(row: Row) -> list[str]:
+def colours_of(row: Operation) -> list[str]:
     """A color for each axis of a collective, or the color of the row's kind."""
-    return [_AXES.get(axis, _OTHER_AXIS) for axis in row.axes.split()[:8]] or [_KINDS.get(row.kind, "#999999")]
+    return [_AXES.get(axis, _OTHER_AXIS) for axis in row.axes[:8]] or [_KINDS.get(row.kind, "#999999")]
 
 
 def draw(table: CompiledStep) -> str:
@@ -89,7 +89,7 @@ class _Picture:
         self.text(_MARGIN, 96, notes, 11, _QUIET)
         self.y = 108
 
-    def section(self, rows: Iterable[Row], depth: int) -> None:
+    def section(self, rows: Iterable[Operation], depth: int) -> None:
         """Draws the lines of a section, and a frame for each section inside it."""
         sections = self.table.sections
         groups = itertools.groupby(rows, lambda row: next(iter(around(sections, row.section)[depth + 1 :]), None))
@@ -108,7 +108,7 @@ class _Picture:
             self.box(x, top, _WIDTH - 2 * x, self.y - top, "none", "#8aa0c8")
             self.y += 6
 
-    def line(self, rows: list[Row], left: float) -> None:
+    def line(self, rows: list[Operation], left: float) -> None:
         """Draws a source line, and below it what it communicates, multiplies and keeps."""
         first = rows[0]
         right = _WIDTH - left
@@ -133,9 +133,11 @@ class _Picture:
         self.y += 4
 
 
-def _words(row: Row) -> str:
-    size = f"{in_bytes(row.size)} each" if row.kind == "kept" and row.count > 1 else row.amount(row.size)
-    return f"{row.words}: {size}{f' × {row.count}' if row.count > 1 else ''}"
+def _words(row: Operation) -> str:
+    size = amount(row.kind, row.size)
+    if row.count == 1:
+        return f"{row.words}: {size}"
+    return f"{row.words}: {size}{' each' if row.kind == 'kept' else ''} × {row.count}"
 
 
 def _width(colours: list[str], words: str) -> float:

@@ -9,9 +9,10 @@ from typing import Any
 
 from shardwright.data.untrusted import read_text
 from shardwright.inspect.compiled.hlo import Computation, Instruction, Program
-from shardwright.inspect.compiled.lines import WITHOUT_LINE, Places, phase_of
-from shardwright.inspect.compiled.operations import NO_WORK, Work, works_of
-from shardwright.inspect.compiled.table import CompiledStep, Row, Section, around
+from shardwright.inspect.compiled.lines import Places, phase_of
+from shardwright.inspect.compiled.operations import NO_WORK, works_of
+from shardwright.inspect.compiled.table import CompiledStep, Section, around
+from shardwright.inspect.operation import WITHOUT_LINE, Operation
 
 _LOOPS = {"run_layers": "layers", "loss_and_gradients": "groups of microbatches", "run_schedule": "ticks"}
 """What the loop of a function iterates over."""
@@ -28,7 +29,7 @@ class _Walk:
         self.places = Places(program)
         self.sections: list[Section] = []
         # For each section, in program order: the work of a line in a phase, and the sections inside it.
-        self.items: list[dict[Any, collections.Counter[Work] | Any]] = []
+        self.items: list[dict[Any, collections.Counter[Operation] | Any]] = []
         self.section_of: dict[str, int] = {}  # of each computation
         self.line_of: dict[str, str | None] = {}  # of each instruction
         self.communicating: set[str] = set()  # instructions
@@ -41,7 +42,7 @@ class _Walk:
         for computation in [*self.section_of]:
             for maker, line, shape in self.places.saved_for_backward(program.computations[computation]):
                 work = self.work(self.section_of[maker], line, "forward")
-                work[Work("kept", str(shape), shape.bytes, shape.dtype)] += 1
+                work[Operation("kept", str(shape), size=shape.bytes, dtype=shape.dtype)] += 1
         rows = [*self.rows(0)]
         source = _source(self.places.files, {row.line.removeprefix("~") for row in rows}, newest)
         of_operations = self.line_of, self.communicating
@@ -56,7 +57,7 @@ class _Walk:
             self.items[section.parent][number] = None
         return number
 
-    def work(self, section: int, line: str | None, phase: str) -> collections.Counter[Work]:
+    def work(self, section: int, line: str, phase: str) -> collections.Counter[Operation]:
         """The counter of a line's work in a section and a phase, for adding to it."""
         return self.items[section].setdefault((line or WITHOUT_LINE, phase), collections.Counter())
 
@@ -96,12 +97,12 @@ class _Walk:
         """Adds an operation to the line that it comes from."""
         origin = self.places.locate(computation, instruction)
         works = works_of(self.program, computation, instruction, self.chains)
-        self.work(section, origin.line, origin.phase).update(works or [Work("other", "", 0)])
+        self.work(section, origin.line, origin.phase).update(works or [Operation("other", "")])
         self.line_of[instruction.name] = origin.line or WITHOUT_LINE
         if any(work.kind == "collective" for work in works):
             self.communicating.add(instruction.name)
 
-    def rows(self, number: int) -> Iterator[Row]:
+    def rows(self, number: int) -> Iterator[Operation]:
         """The rows of a section and of those inside it."""
         outer = [self.sections[i] for i in around(self.sections, number)[1:]]
         # A loop of unknown length counts once, a branch always.
@@ -114,10 +115,11 @@ class _Walk:
                 continue
             line, phase = item
             where = f"{place}, again" if phase == "again" else place
+            at = {"line": line, "phase": phase, "where": where, "section": number}
             for work, count in works.items():
-                kept = work.kind == "kept"
-                often = {"count": count, "turns": 1 if kept else turns, "sometimes": sometimes and not kept}
-                yield Row(line, where, number, phase, **work._asdict() | often)
+                if work.kind != "kept":
+                    work = work._replace(turns=turns, sometimes=sometimes)
+                yield work._replace(count=count, **at)
 
 
 def _source(files: Mapping[str, str], names: set[str], newest: float) -> dict[str, str]:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from shardwright.inspect.compiled.files import read_step
-from shardwright.inspect.compiled.lines import WITHOUT_LINE
 from shardwright.inspect.compiled.table import CompiledStep
+from shardwright.inspect.operation import WITHOUT_LINE
 from shardwright.inspect.tables import align, fit
 from shardwright.run.files import write_json
 

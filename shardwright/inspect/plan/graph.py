@@ -15,7 +15,7 @@ from shardlib import equations
 from shardlib.equations import IDENTITIES, Atom, Eqn, axes_of, body_of, called, is_variable, kinds, words
 from shardlib.interpret import Domain, Operation, interpret
 from shardlib.places import place
-from shardwright.inspect.compiled.lines import phase_of
+from shardwright.inspect.compiled.lines import Site, phase_of
 from shardwright.jax_extra import SAVED
 from shardwright.modeling.planned_attention import KERNEL
 
@@ -39,15 +39,7 @@ TASK = "task_"
 """Prefix of the name of a scope around the task of a pipeline stage."""
 
 
-class Site(NamedTuple):
-    """Source of an operation: its line and phase as in `compiled.lines.CallSite`, and the stage's task or ""."""
-
-    line: str
-    phase: str
-    task: str
-
-
-NOWHERE = Site("", "", "")
+NOWHERE = Site()
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,9 +80,14 @@ class Value:
         """Bytes of the array in the device's memory."""
         return 0 if self.of_host else math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def short_dtype(self) -> str:
+        """The dtype as in bf16, f32 or s32."""
+        known = {"bfloat16": "bf16", "bool": "bool", **dict.fromkeys(_FP8, "fp8")}
+        return known.get(self.dtype.name) or f"{self.dtype.kind}{8 * self.dtype.itemsize}"
+
     def __str__(self) -> str:
-        short = {"bfloat16": "bf16", "bool": "bool", **dict.fromkeys(_FP8, "fp8")}.get(self.dtype.name)
-        return f"{short or self.dtype.kind + str(8 * self.dtype.itemsize)}[{','.join(map(str, self.shape))}]"
+        return f"{self.short_dtype}[{','.join(map(str, self.shape))}]"
 
 
 class Node(NamedTuple):

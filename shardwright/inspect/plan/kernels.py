@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from shardlib.equations import REDUCTIONS
+from shardwright.inspect.operation import matmul_sizes
 from shardwright.inspect.plan.graph import COLLECTIVES, WRITING, Graph, Node, Value
 from shardwright.modeling.planned_attention import KERNEL
 
@@ -61,20 +62,8 @@ def product_shape(node: Node) -> tuple[int, int, int, int]:
     left, right = (node.ins + node.ins)[:2]
     ragged = node.params.get("ragged_dot_dimension_numbers")  # each row is multiplied by the matrix of its group
     numbers = ragged.dot_dimension_numbers if ragged else node.params["dimension_numbers"]
-    groups = _entries(right, ragged.rhs_group_dimensions) if ragged else 1
-    (left_k, right_k), (left_b, _) = numbers
-    b, k = _entries(left, left_b), _entries(left, left_k)
-    return (
-        b,
-        math.prod(left.shape) // max(1, b * k),
-        k,
-        math.prod(right.shape) // max(1, b * groups * _entries(right, right_k)),
-    )
-
-
-def _entries(x: Value, dims: Iterable[int]) -> int:
-    """Number of entries along some dims."""
-    return math.prod(x.shape[i] for i in dims)
+    groups = math.prod(right.shape[i] for i in ragged.rhs_group_dimensions) if ragged else 1
+    return matmul_sizes(left.shape, right.shape, *numbers, groups)
 
 
 def kind_of(node: Node) -> str:

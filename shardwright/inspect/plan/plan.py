@@ -7,13 +7,19 @@ from typing import Any, NamedTuple
 
 from shardlib.tick_tables import Costs, simulate
 from shardwright.cluster.chips import Chip
+from shardwright.inspect.operation import Operation
 from shardwright.inspect.plan.step import PlannedStep
-from shardwright.inspect.plan.work import HOST, Op
+from shardwright.inspect.plan.work import HOST
 
 HIDDEN = ("ahead", "after")
 """Timings of collectives that overlap with the computation of the iteration."""
 MESSAGE = 30 * 2**20
 """Bytes of the largest message into which XLA merges several, by default."""
+PLANNED = (
+    *("line", "phase", "task", "kind", "what", "count", "size", "flops", "traffic", "shape", "dtype"),
+    *("axes", "bytes", "tensor", "timing", "loop", "seconds", "exposed"),
+)
+"""Fields of an operation in the data of a plan."""
 OF_STAGES = ("forward", "backward", "weights")
 """Tasks that each stage of a pipeline runs on its own."""
 
@@ -32,7 +38,7 @@ class Plan(NamedTuple):
 
     step: PlannedStep
     chip: Chip
-    rows: list[Op]
+    rows: list[Operation]
     seconds: float
     bubble: float
     steps: int
@@ -98,8 +104,8 @@ class Plan(NamedTuple):
         found |= {"peak_bytes": self.step.peak, "memory_bytes": self.chip.memory_bytes}
         found["seconds_low"], found["seconds_high"] = self.range
         found["seconds_at_peaks"] = self.at_peaks
-        rows = {"memory": self.step.held, "work": self.rows}
-        return found | {name: [row._asdict() for row in of] for name, of in rows.items()}
+        found["memory"] = [held._asdict() for held in self.step.held]
+        return found | {"work": [{name: getattr(row, name) for name in PLANNED} for row in self.rows]}
 
 
 def plan_of(step: PlannedStep, chip: Chip, steps: int) -> Plan:
@@ -130,7 +136,7 @@ def plan_of(step: PlannedStep, chip: Chip, steps: int) -> Plan:
     return Plan(step, chip, rows, total, bubble, steps)
 
 
-def seconds_of(op: Op, step: PlannedStep, chip: Chip, merged: float | None = None) -> float:
+def seconds_of(op: Operation, step: PlannedStep, chip: Chip, merged: float | None = None) -> float:
     """Seconds of one execution on its own. `merged`: bytes of the message that a collective is part of."""
     if op.kind == "collective":
         message = merged or op.bytes
@@ -144,7 +150,7 @@ def seconds_of(op: Op, step: PlannedStep, chip: Chip, merged: float | None = Non
     return launch_s + max(computing_s, op.traffic / (chip.memory_bandwidth * chip.memory_share))
 
 
-def _merged(ops: Iterable[Op]) -> dict[Op, float]:
+def _merged(ops: Iterable[Operation]) -> dict[Operation, float]:
     """Bytes of the message in which XLA sends each collective that need not be sent on its own.
 
     XLA merges similar ones, up to MESSAGE bytes: those of an iteration that are sent ahead or after, and those sent
@@ -157,12 +163,12 @@ def _merged(ops: Iterable[Op]) -> dict[Op, float]:
     return {op: max(op.bytes, alike[_kind(op)] / math.ceil(alike[_kind(op)] / MESSAGE)) for op in joined if op.bytes}
 
 
-def _kind(op: Op) -> tuple:
+def _kind(op: Operation) -> tuple:
     """What is equal for collectives that XLA merges."""
     return op.loop, op.phase, op.what, op.axes, op.timing
 
 
-def _exposed(rows: list[Op], interference: float) -> Iterable[float]:
+def _exposed(rows: list[Operation], interference: float) -> Iterable[float]:
     """By how much each row lengthens the step, as a share of its own time.
 
     In each loop, what is sent ahead or after overlaps with what the loop computes, and slows it down; the rest is

@@ -11,10 +11,11 @@ import numpy as np
 from shardlib.equations import is_variable
 from shardlib.interpret import equations_in
 from shardlib.tick_tables import TickTable
+from shardwright.inspect.operation import Operation
 from shardwright.inspect.plan.graph import NOWHERE, Graph, Value, graph_of
 from shardwright.inspect.plan.kernels import Held as AtPeak
 from shardwright.inspect.plan.kernels import kernels_of, most_of, peak_of
-from shardwright.inspect.plan.work import STACK, Op, work_of
+from shardwright.inspect.plan.work import STACK, work_of
 
 
 class Held(NamedTuple):
@@ -65,7 +66,7 @@ class PlannedStep(NamedTuple):
         most: by line, the most bytes of its arrays that are in memory at any moment.
     """
 
-    ops: list[Op]
+    ops: list[Operation]
     held: list[Held]
     mesh: Mapping[str, int]
     facts: Facts
@@ -104,7 +105,7 @@ def step_of(
         given.append(Value(shape, dtype, NOWHERE, kind, name.removeprefix("weights.")))
     graph = graph_of(inside, sizes, given)
     chunks = 1 if table is None else len(table.stages[0])
-    ops = work_of(graph, facts.microbatches, chunks)
+    ops = work_of(graph, sizes, facts.microbatches, chunks)
     times = facts.microbatches * chunks
     if platform != "gpu":  # the compiler for TPUs writes the results of matmuls into stacks
         ops = [op for op in ops if not op.what.startswith(STACK)]
@@ -152,6 +153,6 @@ def _flops(value: Value, made: dict, known: set[Value]) -> float:
         at = left.pop()
         kernel = None if at in known else made.get(at)
         if kernel is not None and kernel not in found:
-            found[kernel] = sum(op.flops for op in work_of(Graph([], [kernel.node], [])))
+            found[kernel] = sum(op.flops for op in work_of(Graph([], [kernel.node], []), {}))
             left += kernel.reads
     return sum(found.values())

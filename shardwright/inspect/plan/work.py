@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
 
+from shardwright.inspect.operation import OPCODES, Operation, matmul, sent_in_ring
 from shardwright.inspect.plan.graph import Graph, Node
 from shardwright.inspect.plan.kernels import Kernel, kernels_of, product_shape
 from shardwright.modeling.planned_attention import share_of
@@ -18,123 +18,79 @@ _TOGETHER = ("_first", "_last")
 """Suffixes of tasks that all stages compute together."""
 
 
-class Op(NamedTuple):
-    """Equal executions of one operation.
-
-    Attributes:
-        line, phase, task: as in a graph's Site.
-        kind: matmul; attention, by a kernel of its own; memory, for fused operations and pure moves; or collective.
-        what: sizes of a matmul, name of a collective, or the array that is made.
-        count: executions in a step, on one device.
-        flops: FLOPs of one execution.
-        traffic: bytes that one execution reads and writes in the device's memory.
-        shape: for a matmul its sizes b, m, k, n; else ().
-        dtype: dtype of the operands.
-        axes: for a collective, its axes.
-        bytes: for a collective, bytes of the whole array: the result of a gather, the operand of a scatter.
-        tensor: for a collective, the name of its weight, or its operand; for the cast of a weight, the weight's name.
-        timing: for a collective. ahead: its operand is available when the iteration begins; after: nothing in the
-            iteration reads its result; waited: neither.
-        loop: index of the loop body that contains it.
-        seconds: time of all executions in a step, on a kind of chip.
-        exposed: by how much they lengthen the step. For a message, the time in which the device computes nothing else;
-            for computation, all of its time, plus the slowdown by concurrent messages.
-    """
-
-    line: str
-    phase: str
-    task: str
-    kind: str
-    what: str
-    count: float
-    flops: float
-    traffic: float
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    axes: tuple[str, ...] = ()
-    bytes: float = 0.0
-    tensor: str = ""
-    timing: str = ""
-    loop: int = 0
-    seconds: float = 0.0
-    exposed: float = 0.0
-
-
-def work_of(graph: Graph, microbatches: int = 1, chunks: int = 1) -> list[Op]:
+def work_of(graph: Graph, sizes: Mapping[str, int], microbatches: int = 1, chunks: int = 1) -> list[Operation]:
     """The operations of a graph and of its loops, in order.
 
-    `microbatches` and a device's `chunks` determine how often it runs each task of a pipeline stage.
+    `sizes` are those of the mesh. `microbatches` and a device's `chunks` determine how often it runs each task of a
+    pipeline stage.
     """
-    return list(_work(graph, 1.0, itertools.count(), None, (microbatches, chunks)))
+    found: list[Operation] = []
+    loops = itertools.count()
+
+    def walk(graph: Graph, count: float, carried: tuple[int, int] | None) -> None:
+        """`carried`: for a loop's body, the numbers of constant and of carried operands; None outside loops."""
+        kernels = kernels_of(graph)
+        loop = next(loops)
+        timings = _timings(kernels, graph, carried)
+        for kernel in kernels:
+            node = kernel.node
+            if kernel.kind == "loop":
+                turns = node.params.get("length", 1)
+                found.extend(_stacked(node, count * turns, loop))
+                walk(node.bodies[0], count * turns, node.carried)
+            elif kernel.kind == "branch":
+                body = max(node.bodies, key=lambda body: len(body.nodes))
+                task = next((inner.site.task for inner in body.nodes if inner.site.task), "")
+                times = microbatches * (1 if task.endswith(_TOGETHER) else chunks)
+                walk(body, times if task else count, (0, len(body.ins)))
+            else:
+                op = operation_of(kernel, sizes)._replace(count=count, loop=loop)
+                timing = timings.get(id(kernel), "") if op.kind == "collective" else ""
+                found.extend([op._replace(timing=timing)] if op.flops + op.traffic else [])
+
+    walk(graph, 1.0, None)
+    return found
 
 
-def _work(
-    graph: Graph, count: float, loops: Iterator[int], carried: tuple[int, int] | None, of_stage: tuple[int, int]
-) -> Iterator[Op]:
-    """`carried`: for a loop's body, the numbers of constant and of carried operands; None outside loops."""
-    kernels, loop = kernels_of(graph), next(loops)
-    timings = _timings(kernels, graph, carried)
-    for kernel in kernels:
-        node = kernel.node
-        if kernel.kind == "loop":
-            turns = node.params.get("length", 1)
-            yield from _stacked(node, count * turns, loop)
-            yield from _work(node.bodies[0], count * turns, loops, node.carried, of_stage)
-        elif kernel.kind == "branch":
-            body = max(node.bodies, key=lambda body: len(body.nodes))
-            task = next((inner.site.task for inner in body.nodes if inner.site.task), "")
-            times = of_stage[0] * (1 if task.endswith(_TOGETHER) else of_stage[1])
-            yield from _work(body, times if task else count, loops, (0, len(body.ins)), of_stage)
-        elif op := _op(kernel, count, loop, timings.get(id(kernel), "")):
-            yield op
-
-
-def _stacked(node: Node, count: float, loop: int) -> Iterator[Op]:
+def _stacked(node: Node, count: float, loop: int) -> Iterator[Operation]:
     """The copies that a loop over layers makes, unless it is unrolled: one layer's part of what it keeps, per turn."""
     if node.op == "scan" and node.params["unroll"] < node.params["length"]:
         before = len(node.ins) - len(node.bodies[0].ins) + sum(node.carried)  # constants may be literals
         stacks = node.ins[before:] + node.outs[node.carried[1] :]
         for x in dict.fromkeys(x.root for x in stacks if x.root.kind == "saved" and x.bytes):
-            site = node.site._replace(line=x.site.line)
+            site = node.site._replace(line=x.site.line)._asdict()
             size = 2.0 * x.bytes / node.params["length"]
-            yield Op(*site, "memory", f"{STACK} {x}", count, 0.0, size, loop=loop)
+            yield Operation("memory", f"{STACK} {x}", **site, count=count, traffic=size, loop=loop)
 
 
-def _op(kernel: Kernel, count: float, loop: int, timing: str) -> Op | None:
+def operation_of(kernel: Kernel, sizes: Mapping[str, int]) -> Operation:
+    """One execution of a kernel that is neither a loop nor a branch, on a mesh of these sizes."""
     node = kernel.node
     made = max(kernel.node.outs, key=lambda x: x.bytes)
     operand = max(node.ins, key=lambda x: x.bytes, default=made)
-    what = str(made)
-    flops = 0.0
-    more: dict[str, Any] = {"dtype": str(operand).partition("[")[0]}
+    op = Operation(kernel.kind, str(made), dtype=operand.short_dtype)
     if kernel.kind == "matmul":
-        b, m, k, n = more["shape"] = product_shape(node)
-        more["dtype"] = str(max((x.root for x in node.ins), key=lambda x: x.dtype.itemsize)).partition("[")[0]
-        what = f"{b}: {m}×{k}×{n}" if b > 1 else f"{m}×{k}×{n}"
-        flops = 2.0 * b * m * k * n
+        widest = max((x.root for x in node.ins), key=lambda x: x.dtype.itemsize)
+        shape = product_shape(node)
+        op = matmul(*shape, widest.short_dtype)._replace(shape=shape)
     elif kernel.kind == "attention":
         q, k, v = node.ins[:3]
         pairs = math.prod(q.shape) * k.shape[1] * share_of(node.params["name"])
         # Scores and sums; the backward pass computes the scores again, and four gradients (arXiv 2307.08691).
-        what = str(q)
         width = v.shape[-1] / q.shape[-1]
         flops = 2 * pairs * (3 + 2 * width if node.site.phase == "backward" else 1 + width)
+        op = op._replace(what=str(q), size=flops)
     elif kernel.kind == "collective":
         whole = made if node.op == "all_gather" else operand
-        what = node.op
-        more |= {
-            "axes": node.axes,
-            "bytes": float(whole.bytes),
-            "tensor": operand.name or str(operand),
-            "timing": timing,
-        }
+        members = math.prod(sizes.get(axis, 1) for axis in node.axes)
+        sent = sent_in_ring(OPCODES[node.op], whole.bytes, members)
+        op = op._replace(what=node.op, axes=node.axes, size=sent)
+        op = op._replace(bytes=float(whole.bytes), tensor=operand.name or str(operand))
     elif any(x.of_host for x in (*node.ins, *node.outs)):
-        what = f"{HOST} {what}"
+        op = op._replace(what=f"{HOST} {made}")
     elif made.name:
-        more["tensor"] = made.name  # the cast of a weight
-    if not flops + kernel.traffic:
-        return None
-    return Op(*node.site, kernel.kind, what, count, flops, float(kernel.traffic), loop=loop, **more)
+        op = op._replace(tensor=made.name)  # the cast of a weight
+    return op._replace(**node.site._asdict(), traffic=float(kernel.traffic))
 
 
 def _timings(kernels: list[Kernel], graph: Graph, carried: tuple[int, int] | None) -> dict[int, str]:

@@ -6,9 +6,8 @@ from pathlib import PurePath
 from typing import Any
 
 from shardlib.axes import mesh_text
-from shardwright.inspect.compiled.lines import WITHOUT_LINE
+from shardwright.inspect.operation import WITHOUT_LINE, Operation
 from shardwright.inspect.plan.plan import Plan
-from shardwright.inspect.plan.work import Op
 from shardwright.inspect.tables import Table, digits, fit, in_bytes, in_numbers, in_seconds, text_of
 from shardwright.run.files import duration
 
@@ -47,7 +46,7 @@ def memory(plan: Plan) -> Table:
 def communication(plan: Plan) -> Table:
     """Messages, by line."""
 
-    def row(same: list[Op], line: str, what: str, axes: tuple[str, ...], timing: str) -> tuple[Any, ...]:
+    def row(same: list[Operation], line: str, what: str, axes: tuple[str, ...], timing: str) -> tuple[Any, ...]:
         ms, waits = (1e3 * sum(getattr(op, name) for op in same) for name in ("seconds", "exposed"))
         size = sum(op.bytes * op.count for op in same) / GIB
         link = "far" if plan.chip.reach(plan.step.mesh, axes)[1] > 1 else "near"
@@ -72,7 +71,7 @@ def work(plan: Plan) -> Table:
     chip = plan.chip
     done = [op for op in plan.rows if op.kind != "collective"]
 
-    def row(same: list[Op], line: str, phase: str) -> tuple[Any, ...]:
+    def row(same: list[Operation], line: str, phase: str) -> tuple[Any, ...]:
         seconds = sum(op.exposed for op in same)
         flops = sum(op.flops * op.count for op in same)
         spent = {"compute": 0.0, "memory": 0.0, "launch": chip.launch_s * sum(op.count for op in same)}

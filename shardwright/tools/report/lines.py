@@ -25,8 +25,8 @@ def step_by_line(run: Run) -> dict[str, Any] | None:
     return {
         "problems": found.problems,
         "facts": [(title, found.compiled.total(kind)) for kind, title in KINDS.items()] if found.compiled else [],
-        "planned": any(line.planned for line in found.lines),
-        "measured": found.is_measured,
+        "planned": any(line.planned_seconds for line in found.lines),
+        "measured": any(line.measured is not None for line in found.lines),
         "first": list(map(_row, found.lines[:FIRST])),
         "rest": list(map(_row, found.lines[FIRST:])),
         "links": [(quote(str(path.relative_to(run.directory))), path.name, words) for path, words in links],
@@ -34,25 +34,13 @@ def step_by_line(run: Run) -> dict[str, Any] | None:
 
 
 def _row(line: Line) -> dict[str, Any]:
-    """A line for the template: times in ms, and its operations with their planned and compiled amounts."""
-    parts = []
-    for part in line.parts.values():
-        planned = "" if part.planned is None else part.amount(part.planned)
-        words = f"{part.operation} {' '.join(sorted(part.axes))}".strip()
-        rows = [
-            {
-                "size": f"{'≤ ' * row.sometimes}{row.amount(row.total)}",
-                "what": row.words,
-                "where": row.where + (f" × {row.times}" if row.times != "1" else ""),
-            }
-            for row in part.compiled
-        ]
-        rows = rows or [{"size": "", "what": words, "where": ""}]
-        parts += [rows[0] | {"planned": planned}, *rows[1:]]
-    times = {
-        name: time and tuple(1000 * x for x in time)
-        for name, time in (("planned", line.planned), ("measured", line.measured))
-    }
-    ratio = "" if line.ratio is None else f"{line.ratio:,.0f}" if line.ratio >= 100 else f"{line.ratio:.3g}"
+    """A line for the template: times in ms, and rows for its operations."""
+    ratio = ""
+    if line.measured and line.planned_seconds:
+        found = line.measured / line.planned_seconds
+        ratio = f"{found:,.0f}" if found >= 100 else f"{found:.3g}"
+    planned = (1000 * line.planned_seconds, 1000 * line.planned_waits) if line.planned_seconds else None
+    measured = None if line.measured is None else (1000 * line.measured, 1000 * line.waits)
     shares = {name: getattr(line, name) for name in ("share", "collective", "exposed")}
-    return {"place": line.place, "text": line.text, "parts": parts, "ratio": ratio, **times, **shares}
+    own = {"place": line.place, "text": line.text, "planned": planned, "measured": measured}
+    return own | shares | {"ratio": ratio, "operations": line.operations()}
