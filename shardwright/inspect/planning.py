@@ -175,25 +175,6 @@ def advice(c: Config, sizes: Mapping[str, int], now: Plan, most: int = 6) -> lis
     return lines or ["no single change that was planned"]
 
 
-def doubled(c: Config, sizes: Mapping[str, int], now: Plan) -> list[str]:
-    """A line with the memory for twice the batch, and what grows most."""
-    with contextlib.suppress(ValueError):
-        plan = planned_change(c, sizes, now.chip, {"training.batch_size": 2 * c.training.batch_size})
-        by_line: Any = collections.Counter()
-        for sign, step in ((1, plan.step), (-1, now.step)):
-            for held in step.held:
-                by_line[held.line, held.kind] += sign * held.bytes
-        for line, kind in by_line:
-            if line:  # what is only at one of two peaks of different moments did not grow by that
-                own = plan.step.most.get(line, 0.0) - now.step.most.get(line, 0.0)
-                by_line[line, kind] = min(by_line[line, kind], own)
-        ((line, kind), grows), *_ = by_line.most_common(1)
-        need = in_bytes(plan.step.peak)
-        fits = "fits" if plan.fits else "does not fit"
-        return [f"twice the batch: {need}, {fits}; {kind}{line and f', {line}'} grows most, by {in_bytes(grows)}"]
-    return []
-
-
 def plan_run(step: Step, steps: int, directory: Path) -> str | None:
     """Plans a run of this many steps, and writes plan.json to its directory.
 

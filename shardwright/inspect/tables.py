@@ -69,56 +69,43 @@ def text_of(line: str) -> str:
     return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
 
 
-class Column(NamedTuple):
-    """A column of a table, as text."""
-
-    head: str
-    is_number: bool
-    cells: list[str]
-
-
 class Table(NamedTuple):
-    """A table by source line, the largest first.
+    """Rows of numbers, texts and None, the largest first.
 
     Attributes:
-        title: with the total.
-        head: names of the columns, with the units of the rows; the last two are the line and what is beside it.
+        title: what it shows, with totals.
+        head: names of the columns, with units; the last two are a source line and its text.
         adding: number of the first columns that add up.
         rows: numbers, texts and None.
-        note: what the columns mean.
     """
 
     title: str
     head: tuple[str, ...]
     adding: int
     rows: list[tuple[Any, ...]]
-    note: str
-
-    def cut(self, most: int) -> list[tuple[Any, ...]]:
-        """At most so many rows, and a row of the sums of the others."""
-        if len(self.rows) <= most + 1:
-            return self.rows
-        left = self.rows[most:]
-        sums = [sum(row[i] for row in left) for i in range(self.adding)]
-        others = (*sums, *[None] * (len(self.head) - self.adding - 2), f"{len(left)} others", "")
-        return [*self.rows[:most], others]
-
-    def columns(self, rows: list[tuple[Any, ...]]) -> list[Column]:
-        """Some of the rows as text. The largest number of a column has three digits, the others as many decimals."""
-        found = []
-        for head, *cells in zip(self.head, *rows, strict=True):
-            numbers = [x for x in cells if isinstance(x, float)]
-            head, scale = in_unit(head, max(numbers, default=1.0))
-            decimals = min(_decimals(scale * max(numbers, default=1.0)), 3)
-            texts = [f"{scale * x:,.{decimals}f}" if isinstance(x, float) else x or "" for x in cells]
-            found.append(Column(head, bool(numbers), texts))
-        return found
 
     def as_lines(self, most: int) -> list[str]:
-        """The title, the head and at most so many rows."""
-        columns = self.columns(self.cut(most))
-        rows = zip(*([column.head, *column.cells] for column in columns), strict=True)
-        body = align([*rows], {i for i, column in enumerate(columns) if column.is_number})
+        """The title, the head and at most so many rows, then a row of the sums of the others.
+
+        The largest number of a column has three digits, the others as many decimals.
+        """
+        rows = self.rows
+        if len(rows) > most + 1:
+            left = rows[most:]
+            sums = [sum(row[i] for row in left) for i in range(self.adding)]
+            others = (*sums, *[None] * (len(self.head) - self.adding - 2), f"{len(left)} others", "")
+            rows = [*rows[:most], others]
+        columns = []
+        right = set()
+        for i, (head, *cells) in enumerate(zip(self.head, *rows, strict=True)):
+            numbers = [x for x in cells if isinstance(x, float)]
+            largest = max(numbers, default=1.0)
+            head, scale = in_unit(head, largest)
+            decimals = min(_decimals(scale * largest), 3)
+            texts = [f"{scale * x:,.{decimals}f}" if isinstance(x, float) else x or "" for x in cells]
+            columns.append([head, *texts])
+            right.update([i] if numbers else [])
+        body = align([*zip(*columns, strict=True)], right)
         return [self.title, *(body if self.rows else ["none"])]
 
 

@@ -47,7 +47,6 @@ from shardwright.run.flops import parameters_of
 from shardwright.run.launch import start_with_section
 from shardwright.run.step import NAMES, Step, open_steps, trace_step
 from shardwright.settings.words import listed, say
-from shardwright.tools.ladder.scales import show_scales
 
 UNCHECKED = 2
 """Exit status if nothing was found out."""
@@ -68,10 +67,6 @@ class CheckConfig:
     """Compiles the step for hardware.chip, and checks that it communicates as written. Needs the chip's compiler."""
     devices: int | None = at_least_1(None)
     """Number of devices, where the mesh has a -1. Null: that of the mesh."""
-    scales: bool = False
-    """Also prints how each weight begins and learns, as tools.ladder scales does. Only as text."""
-    numeric: bool = False
-    """Also compiles a small step and runs it on two meshes of 8 simulated devices, as tools.verify does: a minute."""
 
 
 def checks(steps: Sequence[Step], settings: CheckConfig) -> Iterator[tuple[str, Callable[[], str | dict | None]]]:
@@ -163,22 +158,22 @@ def program_of(step: Step) -> dict[str, Any]:
 
 
 def costs_of(c: Config, sizes: dict[str, int]) -> dict[str, Any]:
-    """What the plan says: seconds of a step and bytes at the peak.
+    """What the plan says: seconds of a step and bytes at the peak; in `by_line` the same of each line.
 
-    `by_line` has for each line its seconds, its bytes at the peak, and the most that it has at any moment.
+    `by_line` also has `most`, the most bytes of a line at any moment.
     """
     plan = planned_change(c, sizes, chip_of(c.hardware.chip or NOT_MEASURED), {})
     found: dict[str, Any] = {"bytes": plan.step.peak, "memory_bytes": plan.chip.memory_bytes, "fits": plan.fits}
     if plan.chip.name != NOT_MEASURED:
         found["seconds"] = plan.seconds
-    by_line: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
-    for row in plan.rows:
-        by_line[row.line][0] += row.exposed
+    by_line: dict[str, Any] = {name: collections.Counter() for name in ("seconds", "bytes", "most")}
+    for op in plan.rows:
+        by_line["seconds"][op.line] += op.exposed
     for held in plan.step.held:
-        by_line[held.line or held.kind][1] += held.bytes
-        by_line[held.line or held.kind][2] += 0.0 if held.line else held.bytes  # from begin to end
-    for line, most in plan.step.most.items():
-        by_line[line][2] += most
+        by_line["bytes"][held.line or held.kind] += held.bytes
+        if not held.line:  # from begin to end
+            by_line["most"][held.kind] += held.bytes
+    by_line["most"].update(plan.step.most)
     return {**found, "by_line": by_line}
 
 
@@ -245,57 +240,17 @@ def check_origin() -> None:
             raise ValueError(f"Python imports {file} in place of the same file of that source")
 
 
-def started(
-    program: str, *words: str, directory: Path | None = None, roots: tuple[str, str] | None = None
-) -> subprocess.Popen:
-    """Starts a program with the settings of this run and those of `words`, on the source of a directory."""
+def started(words: Sequence[str], directory: Path, roots: tuple[str, str]) -> subprocess.Popen:
+    """Starts this program with the settings of this run and those of `words`, on the source of a directory."""
     own = [word for word in sys.argv[1:] if not word.startswith("check.")]
-    here, there = roots or ("", "")
-    own_paths = [path for path in sys.path if here and f"{path}/".startswith(f"{here}/")]
-    moved = [there + path.removeprefix(here) for path in own_paths]
-    paths = [str(directory or os.getcwd()), *filter(os.path.isdir, moved)]
-    paths += [os.environ.get("PYTHONPATH", "")]
+    here, there = roots
+    moved = [there + path.removeprefix(here) for path in sys.path if f"{path}/".startswith(f"{here}/")]
+    paths = [str(directory), *filter(os.path.isdir, moved), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    environment |= {COMPARED: os.pathsep.join(roots)} if roots else {}
+    environment |= {COMPARED: os.pathsep.join(roots)}
     options: dict[str, Any] = {"cwd": directory, "env": environment, "text": True}
-    command = [sys.executable, "-m", f"shardwright.tools.{program}", *own, *words]
+    command = [sys.executable, "-m", "shardwright.tools.check", *own, *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-
-
-def small_meshes(c: Config) -> list[str]:
-    """Two meshes of 8 devices, as verify.meshes names them: the first has several along the axes that the run has."""
-    own = [axis for axis in "ecptdr" if getattr(c.mesh, axis) != 1]
-    first = sorted([*own, *(axis for axis in "tdr" if axis not in own)][:3])
-    return ["".join(f"{axis}2" for axis in first), "d4t2" if first == ["d", "r", "t"] else "d2r2t2"]
-
-
-def compared_in_numbers(c: Config, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """The verdict of tools.verify on a small step of `c`, with its check.
-
-    Raises:
-        ValueError: it compared nothing.
-    """
-    meshes = small_meshes(c)
-    begin = time.perf_counter()
-    process = started("verify", "verify.small=true", f"verify.meshes=[{','.join(meshes)}]")
-    stack.callback(process.kill)
-    out, err = process.communicate()
-    found: dict[str, Any] = {"verdict": "accepted"}
-    text = f"as on one device, compiled for {' and '.join(meshes)}"
-    if process.returncode:
-        if "DIFFERS on" not in out:
-            raise ValueError((out + err).strip().rpartition("\n")[2])
-        text = out[out.index("DIFFERS on") :].strip()
-        line = re.search(r"\S+\.py:\d+", text)
-        found = {
-            "verdict": "rejected",
-            "certain": True,
-            "place": line[0] if line else "",
-            "problem": text.partition("\n")[0],
-            "remedy": "",
-        }
-    seconds = round(time.perf_counter() - begin, 2)
-    return found | {"check": {"name": "numeric", "ok": not process.returncode, "text": text, "seconds": seconds}}
 
 
 def compared(now: dict[str, Any], process: subprocess.Popen, roots: tuple[str, str]) -> dict[str, Any]:
@@ -309,6 +264,8 @@ def compared(now: dict[str, Any], process: subprocess.Popen, roots: tuple[str, s
         return {"unknown": f"it cannot be checked: {last[-1]}"}
     if before["verdict"] == "rejected":
         return {"unknown": f"it cannot be checked: it is rejected there: {before['place']} {before['problem']}"}
+    if not isinstance(before["costs"]["by_line"].get("most"), dict):
+        return {"unknown": "its costs by line are those of another version of shardwright"}
     return {"difference": difference(now, before)}
 
 
@@ -345,23 +302,22 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"same_program": same_program, "lines": lines}
     found |= {"same_function": True} if same_program else functions_compared(now["results"], before.get("results", {}))
 
-    def changes(i: int) -> Mapping[str, float]:
-        """How much amount i of each line changed."""
-        of_line = collections.Counter[str]()
-        for line, amounts in now["costs"]["by_line"].items():
-            of_line[line] += amounts[i]
-        for line, amounts in before["costs"]["by_line"].items():
-            of_line[of_now(line)] -= amounts[i]
+    def grown(name: str) -> dict[str, float]:
+        """How much more each line has than before."""
+        of_line = collections.Counter[str](now["costs"]["by_line"][name])
+        for line, amount in before["costs"]["by_line"][name].items():
+            of_line[of_now(line)] -= amount
         return of_line
 
-    # Lines at peaks of different moments differ without a change: one that grew also has more at its own peak.
-    for name, amounts in {"seconds": (0,), "bytes": (1, -1)}.items():
+    for name in ("seconds", "bytes"):
         if name not in now["costs"] or name not in before["costs"]:
             continue
         old, new = before["costs"][name], now["costs"][name]
         sign = 1 if new >= old else -1
-        found_by = [*map(changes, amounts)]
-        by = {line: min(sign * of_line[line] for of_line in found_by) for line in found_by[0]}
+        by = {line: sign * amount for line, amount in grown(name).items()}
+        if name == "bytes":  # lines at peaks of different moments differ without a change
+            at_most = grown("most")
+            by = {line: min(amount, sign * at_most[line]) for line, amount in by.items()}
         line = max(by, key=by.__getitem__, default="")
         most = max(0.0, by.get(line, 0.0))
         found[name] = {"before": old, "now": new, "line": line if most else "", "of_line": sign * most}
@@ -425,9 +381,7 @@ def job(c: Config, settings: CheckConfig) -> None:
                 name, directory, roots = stack.enter_context(source_at(settings.against))
                 same = [word for word in sys.argv[1:] if word.startswith("check.devices=")]
                 words = [*same, "check.against=null", "check.output=json"]
-                other = stack.enter_context(
-                    started("check", *words, directory=directory, roots=roots)
-                )  # while this one checks its own
+                other = stack.enter_context(started(words, directory, roots))  # while this one checks its own
                 stack.callback(other.kill)
                 against = {"against": name}
         except ValueError:
@@ -442,10 +396,6 @@ def job(c: Config, settings: CheckConfig) -> None:
             raise
         except Exception as error:  # of a model that cannot be made
             found = {"checks": [], **rejection(error)}
-        if found["verdict"] == "accepted" and settings.numeric:
-            numeric = compared_in_numbers(c, stack)
-            found["checks"].append(numeric.pop("check"))
-            found |= numeric
         if found["verdict"] == "accepted":
             found |= against | (compared(found, other, roots) if other else {})
     if settings.against and "costs" in found:  # pages of lines, which only the comparison needs
@@ -453,8 +403,6 @@ def job(c: Config, settings: CheckConfig) -> None:
     say(json.dumps(found) if settings.output == "json" else as_text(found))
     if found["verdict"] == "rejected":
         raise Rejected(1)
-    if settings.scales and settings.output == "text":
-        show_scales(c)
 
 
 @dataclass

@@ -171,8 +171,8 @@ def made(tmp_path, n: int, flops: float, traffic: float, group: str) -> tuple[ru
     """A run whose step multiplies and moves so much."""
     run = run_of(tmp_path, TINY)._replace(group=(group,), chip=chip_of("a100"), constants={})
     ops = [
-        Op("", "", "", "matmul", "", 1.0, flops, 0.0, (1, 1, 1, int(flops / 2)), "bf16"),
-        *[Op("", "", "", "memory", str(i), 1.0, 0.0, traffic) for i in range(n)],
+        Operation("matmul", "", size=flops, dtype="bf16", shape=(1, 1, 1, int(flops / 2))),
+        *[Operation("memory", str(i), traffic=traffic) for i in range(n)],
     ]
     return run, PlannedStep(ops, [], {"d": 1}, Facts(1, 1.0, "bf16", 1, 1), None)
 

@@ -3,7 +3,7 @@
     python -m tools.plan --config-name=c4_h100x64_7b
     python -m tools.plan --config-name=c4_h100x64_7b hardware=v5p plan.devices=128 plan.compare=true
     python -m tools.plan --config-name=c4_h100x64_7b plan.compare=true 'plan.chips=[h100,v5p]' plan.deadline=3d
-    python -m tools.plan --config-name=c4_h100x64_7b plan.output=plan.html
+    python -m tools.plan --config-name=c4_h100x64_7b plan.output=plan.json
 
 Traces the training step of a configuration, as `python -m train` would run it, and computes what a device of that
 hardware does with it. docs/plan.md explains what it shows, and how near it is to measured runs.
@@ -21,13 +21,12 @@ from hydra.core.hydra_config import HydraConfig
 from shardlib.axes import AXES
 from shardwright.cluster.chips import chip_of
 from shardwright.data.checks import a_path
-from shardwright.inspect.planning import Change, advice, doubled, mesh_sizes, planned_change
+from shardwright.inspect.planning import Change, advice, mesh_sizes, planned_change
 from shardwright.run.config import Config
-from shardwright.run.files import write_json, write_whole
+from shardwright.run.files import write_json
 from shardwright.run.launch import start_with_section
 from shardwright.settings.words import say
-from shardwright.tools.plan.compare import changes_of, compared
-from shardwright.tools.plan.page import page
+from shardwright.tools.plan.compare import compared, differing
 from shardwright.tools.plan.screen import as_text
 
 
@@ -46,7 +45,7 @@ class PlanConfig:
     budget: float | None = None
     """With compare, the most dollars that the run may cost: the fastest within it is shown first."""
     output: str | None = a_path(None)
-    """File to write the plan to: .json, or .html for a page. Null: only the terminal."""
+    """File .json to write the plan to. Null: only the terminal."""
 
 
 def job(c: Config, settings: PlanConfig) -> None:
@@ -71,19 +70,15 @@ def job(c: Config, settings: PlanConfig) -> None:
         say("\n".join([*lines, f"Start it: {command_of(c, best)}"]))
         return
     output = None if settings.output is None else Path(settings.output)
-    if output is not None and output.suffix not in (".json", ".html"):
-        raise ValueError(f"plan.output is {output}: its name must end in .json or .html.")
+    if output is not None and output.suffix != ".json":
+        raise ValueError(f"plan.output is {output}: its name must end in .json.")
     name = HydraConfig.get().job.config_name or ""
     sizes = mesh_sizes(c, counts[0])
     plan = planned_change(c, sizes, chip_of(c.hardware.chip), {})
-    more = [*advice(c, sizes, plan), *doubled(c, sizes, plan)]
-    text = as_text(plan, name, ["", "What would help", *more])
+    text = as_text(plan, name, ["", "What would help", *advice(c, sizes, plan)])
     if output is not None:
+        write_json(output, plan.as_data())
         text += f"\n\nPlan: {output}"
-        if output.suffix == ".json":
-            write_json(output, plan.as_data())
-        else:
-            write_whole(output, page(plan, name, more))
     say(text)
 
 
@@ -91,11 +86,12 @@ def command_of(c: Config, best: Change) -> str:
     """The command that starts a run with these settings on this kind of chip."""
     hydra = HydraConfig.get()
     own = [override for override in hydra.overrides.task if not override.startswith("plan.")]
-    chosen = {**best.settings, "hardware.chip": best.plan.chip.name}
+    more: dict[str, Any] = {"hardware.chip": best.plan.chip.name}
     before = math.prod(getattr(c.mesh, axis) for axis in AXES)
     if c.distributed.count and before > 0:  # as many devices to a host as before
-        chosen["distributed.count"] = max(1, c.distributed.count * best.plan.step.devices // before)
-    words = [f"--config-name={hydra.job.config_name}", *own, *changes_of(c, chosen)]
+        more["distributed.count"] = max(1, c.distributed.count * best.plan.step.devices // before)
+    chosen = best._replace(settings={**best.settings, **differing(c, more)})
+    words = [f"--config-name={hydra.job.config_name}", *own, *str(chosen).split()]
     return shlex.join(["python", "-m", "train", *words])
 
 

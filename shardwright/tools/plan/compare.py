@@ -69,37 +69,37 @@ def mesh_settings(sizes: dict[str, int]) -> dict[str, int]:
 def plans_of(c: Config, devices: int, chip: Chip) -> list[Change]:
     """Plans of all candidates, and of the best one with one setting changed, the best first.
 
-    Raises:
-        ValueError: nothing can be planned.
+    Each has the settings that differ from those of the configuration. Raises ValueError if nothing can be planned.
     """
     found: list[Change] = []
     refused = "no mesh divides the batch"
     console = Console(stderr=True)
     title = f"{devices} x {chip.name}"
+    own = {axis: getattr(c.mesh, axis) for axis in AXES}
     for settings in track(candidates(c, devices, chip), title, console=console, transient=True):
+        settings = differing(c, settings)
         try:
-            found.append(Change(settings, planned_change(c, dict.fromkeys(AXES, 1), chip, settings)))
+            found.append(Change(settings, planned_change(c, own, chip, settings)))
         except ValueError as error:
             refused = str(error)
     if not found:
         raise ValueError(f"no mesh of {devices} {chip.name} can be planned: {refused}")
     best = min(found, key=_rank)
-    changed, sizes = with_settings(c, best.plan.step.mesh, best.settings)
+    changed, sizes = with_settings(c, own, best.settings)
     for change in best_changes(changed, sizes, best.plan, TRIED):
-        found.append(change._replace(settings={**best.settings, **change.settings}))
+        found.append(change._replace(settings=differing(c, {**best.settings, **change.settings})))
     return sorted(found, key=_rank)
+
+
+def differing(c: Config, settings: Settings) -> Settings:
+    """The settings that differ from those of the configuration."""
+    return {name: x for name, x in settings.items() if operator.attrgetter(name)(c) != x}
 
 
 def _rank(change: Change) -> tuple[int, float]:
     """Step time if it fits, else memory."""
     plan = change.plan
     return (0, plan.seconds) if plan.fits else (1, plan.step.peak)
-
-
-def changes_of(c: Config, settings: Settings) -> list[str]:
-    """The settings that differ from those of the configuration, as on the command line."""
-    differing = {name: x for name, x in settings.items() if operator.attrgetter(name)(c) != x}
-    return [f"{name}={'null' if x is None else x}" for name, x in differing.items()]
 
 
 def days_of(text: str) -> float:
@@ -160,7 +160,7 @@ def compared(
     how = f"None keeps {limits}. Nearest" if exceeds(best) else how
     words, share = next(iter(best.limits.items()))
     answer = f"{how}: {named}. {share:.0%} of its step is {words}."
-    return [*map(fit, [*_table(c, found[:SHOWN]), "", answer, *left])], found[0]
+    return [*map(fit, [*_table(found[:SHOWN]), "", answer, *left])], found[0]
 
 
 def _dollars(plan: Plan) -> float:
@@ -168,13 +168,13 @@ def _dollars(plan: Plan) -> float:
     return math.inf if plan.dollars is None else plan.dollars
 
 
-def _table(c: Config, found: Sequence[Change]) -> list[str]:
+def _table(found: Sequence[Change]) -> list[str]:
     rows = [("chips", "step", "MFU", "memory", "days", "cost", "mesh", "settings")]
-    for settings, plan in found:
+    for change in found:
+        plan = change.plan
         mesh = " ".join(f"{axis}{n}" for axis, n in plan.step.mesh.items() if n > 1)
         cost = "unknown" if plan.dollars is None or not plan.steps else f"${plan.dollars:,.0f}"
-        others = {name: x for name, x in settings.items() if not name.startswith("mesh.")}
-        words = [word.partition(".")[2] for word in changes_of(c, others)]
+        words = [word.partition(".")[2] for word in str(change).split() if not word.startswith("mesh.")]
         rows.append(
             (
                 f"{plan.step.devices:>5} {plan.chip.name}",

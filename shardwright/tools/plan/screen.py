@@ -1,4 +1,4 @@
-"""A plan on the terminal, and its tables, which the page shows too."""
+"""A plan on the terminal."""
 
 import collections
 from collections.abc import Callable, Iterable, Sequence
@@ -38,9 +38,8 @@ def memory(plan: Plan) -> Table:
         return size / GIB, 100 * size / peak, kind, again * ms_of_flop or None, line, text
 
     rows = _rows(plan.step.held, lambda x: (x.kind, "" if x.kind in WHOLE else x.line or WITHOUT_LINE), row)
-    note = "again: what it would take in a step not to keep it, and to compute it again in the backward pass."
     title = f"Memory of a device at the peak: {in_bytes(peak)}"
-    return Table(title, ("GiB", "%", "kind", "again ms", "line", ""), 2, rows, note)
+    return Table(title, ("GiB", "%", "kind", "again ms", "line", ""), 2, rows)
 
 
 def communication(plan: Plan) -> Table:
@@ -59,11 +58,7 @@ def communication(plan: Plan) -> Table:
     sent_s, waited_s = (in_seconds(sum(row[i] for row in rows) / 1e3) for i in (0, 1))
     title = f"Communication: {sent_s} in a step, {waited_s} of it waited for"
     head = ("ms", "waits ms", "GiB", "what", "link", "timing", "line", "tensor")
-    note = (
-        "waits: time in which nothing is computed. ahead, after: hides behind what the layer or the microbatch "
-        "computes. waited: something needs it at once. Sizes are of the whole arrays, of all messages in a step."
-    )
-    return Table(title, head, 3, rows, note)
+    return Table(title, head, 3, rows)
 
 
 def work(plan: Plan) -> Table:
@@ -84,13 +79,9 @@ def work(plan: Plan) -> Table:
         return *figures, max(spent, key=spent.__getitem__), phase, line or WITHOUT_LINE, text_of(line)
 
     rows = _rows(done, lambda op: (op.line, op.phase), row)
-    note = (
-        "%: of the step. peak %: of the chip's FLOP/s in the dtype of operands. bound: what takes most of the time: "
-        "computing, moving memory, or launching kernels. again: the backward pass recomputes what was not kept."
-    )
     head = ("ms", "%", "TFLOP", "peak %", "bound", "phase", "line", "")
     total, again = (in_seconds(sum(row[0] for row in x) / 1e3) for x in (rows, [r for r in rows if r[5] == "again"]))
-    return Table(f"Work: {total} in a step, {again} of it computed again", head, 3, rows, note)
+    return Table(f"Work: {total} in a step, {again} of it computed again", head, 3, rows)
 
 
 def answer(plan: Plan) -> list[tuple[str, str, str]]:

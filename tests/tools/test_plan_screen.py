@@ -1,6 +1,5 @@
-"""What a user sees of a plan: on the terminal, as JSON, and as a page. The oracle is the sums of what was put in."""
+"""What a user sees of a plan: on the terminal, and as JSON. The oracle is the sums of what was put in."""
 
-import itertools
 import json
 import re
 import subprocess
@@ -14,12 +13,10 @@ from shardwright.inspect.operation import Operation
 from shardwright.inspect.plan.plan import Plan, plan_of
 from shardwright.inspect.plan.step import Facts, Held, PlannedStep
 from shardwright.inspect.tables import WIDTH
-from shardwright.tools.plan.page import KINDS, page, roofline
 from shardwright.tools.plan.screen import GIB, SHOWN, as_text, work
-from tests.support.browser import CHROMIUM, seen
 
 ROOT = Path(__file__).parents[2]
-FORBIDDEN = "f32[2]</script><script>alert(1)</script>"
+TENSOR = "f32[2,4096]"
 
 
 def plan(lines: int = 30, size: float = GIB) -> Plan:
@@ -34,7 +31,7 @@ def plan(lines: int = 30, size: float = GIB) -> Plan:
             ops.append(Operation("matmul", f"{n}×{n}×{n}", line, phase, **products, loop=1))
         ops.append(Operation("memory", f"bf16[{n}]", line, "forward", 8.0, traffic=2e6 * n, loop=1))
         sent = {"axes": ("r",) if i % 2 else ("d",), "bytes": 1e6 * n, "timing": "waited" if i % 2 else "ahead"}
-        sent |= {"traffic": 2e6 * n, "tensor": FORBIDDEN}
+        sent |= {"traffic": 2e6 * n, "tensor": TENSOR}
         ops.append(Operation("collective", "all_gather", line, "forward", 8.0, **sent))
     return plan_of(
         PlannedStep(ops, held, {"p": 1, "r": 8, "d": 8, "t": 1}, Facts(2**20, 4e10, "bf16", 8, 1)), H100, 1000
@@ -53,13 +50,8 @@ def tables(text: str) -> list[list[float]]:
 @pytest.mark.quick
 @pytest.mark.parametrize(("size", "unit", "largest"), [(3.0, "B", "3.00"), (GIB, "GiB", "1.00")])
 def test_figures_are_in_a_unit_that_fits_the_largest(size, unit, largest):
-    made = plan(size=size)
-    head, first, *_ = as_text(made, "ours").split("\n\n")[1].splitlines()[1:]
+    head, first, *_ = as_text(plan(size=size), "ours").split("\n\n")[1].splitlines()[1:]
     assert (head.split()[0], first.split()[0]) == (unit, largest)
-    assert f"<th>{unit}</th>" in page(made, "ours")
-    assert not re.search(
-        r"\d\.\d{4}", re.sub(r"<script.*?</script>|<style.*?</style>", "", page(made, "ours"), flags=re.S)
-    )
 
 
 @pytest.mark.quick
@@ -82,8 +74,6 @@ def test_a_product_of_fp8_is_compared_with_the_peak_of_fp8():
     (op,) = (op for op in fp8.rows if op.kind == "matmul" and op.phase == "backward")
     (shown,) = (row[3] for row in work(fp8).rows if row[5] == "backward")
     assert shown == pytest.approx(100 * op.flops * op.count / op.exposed / H100.peak["fp8"])
-    rates = [y for trace in roofline(fp8).traces if trace["mode"] == "markers" for y in trace["y"]]
-    assert max(rates) < max(roofline(fp8).traces[0]["y"]), "points above the roof"
 
 
 @pytest.mark.quick
@@ -109,55 +99,6 @@ def test_the_answer_says_what_does_not_fit():
     assert re.search(r"^most    40\.0 GiB  (weights|saved, train.py:100)$", text, re.M)
 
 
-@pytest.mark.quick
-def test_the_page_refers_to_nothing_and_escapes_what_it_shows(tmp_path):
-    text = page(plan(), "<i>ours</i>", ["mesh.t=2: <b>faster</b>"])
-    assert "<i>ours" not in text
-    assert "<b>faster" not in text
-    assert FORBIDDEN not in text
-    # plotly.js has addresses in its code, none of which it fetches: the page forbids it.
-    own = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
-    assert "default-src 'none'" in own
-    assert not re.search(r"""(src|href)=["'](?!#)|https?://|@import|url\(""", own)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium")
-def test_the_page_draws_memory_up_to_the_peak(tmp_path):
-    made, file, width = plan(), tmp_path / "plan.html", 700
-    file.write_text(page(made, "ours"))
-    program = """return {
-      memory: plots[0].data.filter(x => x.type === "bar").flatMap(x => x.x).reduce((a, b) => a + b),
-      ends: plots[0].data.filter(x => x.type === "bar").flatMap(x => x.x.map((y, i) => y + x.base[i])),
-      rates: plots[1].data.filter(x => x.mode === "markers").flatMap(x => x.y),
-      drawn: plots.map(x => x.querySelectorAll(".point path, path.point").length),
-      wide: document.documentElement.scrollWidth }"""
-    found = seen(file, program, width=width)
-    assert found["memory"] == pytest.approx(made.step.peak / GIB) == pytest.approx(max(found["ends"]))
-    assert max(found["rates"]) <= H100.peak["bf16"] / 1e12
-    assert found["wide"] <= width
-    assert min(found["drawn"]) > 10
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium")
-def test_labels_are_apart_on_a_telephone_and_tables_fit_a_screen(tmp_path):
-    file = tmp_path / "plan.html"
-    source = "x = save_for_backward(shardops.matmul(a_long_name, another_long_name)) " * 3
-    made = plan()
-    held = [x._replace(kind=kind) for x, kind in zip(made.step.held, itertools.cycle(KINDS), strict=False)]
-    made = made._replace(step=made.step._replace(held=held))
-    file.write_text(page(made, "ours").replace(FORBIDDEN.replace("<", "&lt;").replace(">", "&gt;"), source))
-    labels = """return [...plots[0].querySelectorAll(".ytick text")].map(x => x.getBoundingClientRect())
-      .map(x => [x.top, x.bottom])"""
-    tops = sorted(seen(file, labels, width=500))
-    assert len(tops) == 16
-    assert all(end <= start + 2 for (_, end), (start, _) in itertools.pairwise(tops)), tops
-    tables = """document.querySelectorAll("details").forEach(x => { x.open = true })
-      return [...document.querySelectorAll(".scroll")].map(x => x.scrollWidth - x.clientWidth)"""
-    assert set(seen(file, tables, width=1400)) == {0}
-
-
 @pytest.mark.long
 def test_a_plan_of_a_configuration_as_json(tmp_path):
     def run(name):
@@ -177,5 +118,5 @@ def test_a_plan_of_a_configuration_as_json(tmp_path):
     assert products == pytest.approx(6 * (32 * layer + 4096 * 32768) * 512 * 4096 / 64, rel=0.01)
     refused = run("plan.txt")
     assert refused.returncode
-    assert refused.stderr.strip().splitlines()[-1].endswith("must end in .json or .html.")
+    assert refused.stderr.strip().splitlines()[-1].endswith("must end in .json.")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
