@@ -59,7 +59,7 @@ def test_lines_have_their_time_and_what_they_do(run):
     # Of 8 devices, each sends 7/8 of the 16 KiB of each of both.
     assert forward == ("28.0 KiB", "36.0 KiB", "", "3 × 12", "all-gather t d, not overlapped", "layers, forward")
     assert backward == ("", "2.00 KiB", "", "1", "reduce-scatter t, overlapped", "outside of loops")
-    assert "(planned 28.0 KiB) <span class=\"quiet\">layers, forward × 3 × 12</span>" in html(run)
+    assert '(planned 28.0 KiB) <span class="quiet">layers, forward × 3 × 12</span>' in html(run)
     assert (moved["place"], moved["operations"], moved["measured"]) == ("train.py:30", [], None)
 
 

@@ -6,6 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -73,10 +74,10 @@ def plans_of(c: Config, devices: int, chip: Chip) -> list[Change]:
     """
     found: list[Change] = []
     refused = "no mesh divides the batch"
-    console = Console(stderr=True)
-    title = f"{devices} x {chip.name}"
+    screen = Console(stderr=True)
+    shown: dict[str, Any] = {"console": screen, "transient": True, "disable": not screen.is_terminal}
     own = {axis: getattr(c.mesh, axis) for axis in AXES}
-    for settings in track(candidates(c, devices, chip), title, console=console, transient=True):
+    for settings in track(candidates(c, devices, chip), f"{devices} x {chip.name}", **shown):
         settings = differing(c, settings)
         try:
             found.append(Change(settings, planned_change(c, own, chip, settings)))
@@ -148,10 +149,10 @@ def compared(
     best = found[0].plan
     named = f"{best.step.devices} x {best.chip.name}"
     if not best.fits:
-        has = in_bytes(best.chip.memory_bytes)
+        need = f"{in_bytes(best.step.peak)} of {in_bytes(best.chip.memory_bytes)}"
         raise ValueError(
-            f"nothing fits: {found[0]} on {named} needs least, {in_bytes(best.step.peak)} of {has}. Take more "
-            "devices, or a smaller training.batch_size."
+            f"nothing fits: {str(found[0]) or 'this mesh'} on {named} needs least, {need}. Take more devices, or a "
+            "smaller training.batch_size."
         )
     given = {"plan.deadline": deadline, "plan.budget": budget}
     limits = " and ".join(f"{name}={x}" for name, x in given.items() if x is not None)
