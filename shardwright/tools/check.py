@@ -302,7 +302,7 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"same_program": same_program, "lines": lines}
     found |= {"same_function": True} if same_program else functions_compared(now["results"], before.get("results", {}))
 
-    def grown(name: str) -> dict[str, float]:
+    def grown(name: str) -> Mapping[str, float]:
         """How much more each line has than before."""
         of_line = collections.Counter[str](now["costs"]["by_line"][name])
         for line, amount in before["costs"]["by_line"][name].items():

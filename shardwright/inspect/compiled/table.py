@@ -99,7 +99,11 @@ def read_table(path: Path) -> CompiledStep:
     of_file = {"name": str, "devices": int, "mesh": {str: int}, "source": {str: str}}
     data = read_object(path, of_file | {"sections": [_SECTION], "rows": [_ROW]}, LARGE)
     sections = [Section(**{name: x[name] for name in _SECTION}) for x in data["sections"]]
-    rows = [Operation(**{name: x[name] for name in _ROW} | {"axes": tuple(x["axes"].split())}) for x in data["rows"]]
+    rows = []
+    for x in data["rows"]:
+        fields: dict[str, Any] = {name: x[name] for name in _ROW}
+        fields["axes"] = tuple(x["axes"].split())
+        rows.append(Operation(**fields))
     table = CompiledStep(**{name: data[name] for name in of_file}, sections=sections, rows=rows)
     numbers = [table.devices, *table.mesh.values(), *(section.turns or 0 for section in sections)]
     numbers += [number for row in rows for number in (row.size, row.count, row.turns)]

@@ -63,7 +63,8 @@ def product_shape(node: Node) -> tuple[int, int, int, int]:
     ragged = node.params.get("ragged_dot_dimension_numbers")  # each row is multiplied by the matrix of its group
     numbers = ragged.dot_dimension_numbers if ragged else node.params["dimension_numbers"]
     groups = math.prod(right.shape[i] for i in ragged.rhs_group_dimensions) if ragged else 1
-    return matmul_sizes(left.shape, right.shape, *numbers, groups)
+    contracted, batch = numbers
+    return matmul_sizes(left.shape, right.shape, contracted, batch, groups)
 
 
 def kind_of(node: Node) -> str:

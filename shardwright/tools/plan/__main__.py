@@ -57,14 +57,15 @@ def job(c: Config, settings: PlanConfig) -> None:
     several = bool(settings.chips) or len(counts) > 1 or (settings.deadline, settings.budget) != (None, None)
     if several and not settings.compare:
         raise ValueError("plan.chips, deadline, budget and several devices need plan.compare=true.")
-    if c.hardware.chip is None and not settings.chips:
+    chip = c.hardware.chip or ""
+    if not chip and not settings.chips:
         raise ValueError(
             "hardware.chip is null: choose hardware=<name, such as h100>, or give hardware.chip=<name, such as l4>."
         )
     if settings.compare:
         if settings.output is not None:
             raise ValueError("plan.output is of one plan: take plan.compare=false.")
-        names = settings.chips or [c.hardware.chip]
+        names = settings.chips or [chip]
         kinds = [(chip_of(name), n or math.prod(mesh_sizes(c, None).values())) for name in names for n in counts]
         lines, best = compared(c, kinds, settings.deadline, settings.budget)
         say("\n".join([*lines, f"Start it: {command_of(c, best)}"]))
@@ -74,7 +75,7 @@ def job(c: Config, settings: PlanConfig) -> None:
         raise ValueError(f"plan.output is {output}: its name must end in .json.")
     name = HydraConfig.get().job.config_name or ""
     sizes = mesh_sizes(c, counts[0])
-    plan = planned_change(c, sizes, chip_of(c.hardware.chip), {})
+    plan = planned_change(c, sizes, chip_of(chip), {})
     text = as_text(plan, name, ["", "What would help", *advice(c, sizes, plan)])
     if output is not None:
         write_json(output, plan.as_data())
@@ -86,7 +87,9 @@ def command_of(c: Config, best: Change) -> str:
     """The command that starts a run with these settings on this kind of chip."""
     hydra = HydraConfig.get()
     own = [override for override in hydra.overrides.task if not override.startswith("plan.")]
-    more: dict[str, Any] = {"hardware.chip": best.plan.chip.name}
+    more: dict[str, Any] = {}
+    if c.hardware.chip is None or chip_of(c.hardware.chip) != best.plan.chip:
+        more["hardware.chip"] = best.plan.chip.name
     before = math.prod(getattr(c.mesh, axis) for axis in AXES)
     if c.distributed.count and before > 0:  # as many devices to a host as before
         more["distributed.count"] = max(1, c.distributed.count * best.plan.step.devices // before)
