@@ -116,9 +116,9 @@ def test_chips_are_compared_for_a_deadline_or_a_budget(monkeypatch, plan):
     # Days 4, 0.6 and 9; dollars 24 · 3 · 8 · 4 = 2304, 24 · 3 · 64 · 0.6 = 2765, and 24 · 2 · 8 · 9 = 3456.
     rows = of(deadline="5d")
     assert [[*line.split()[:2], *line.split()[7:9]] for line in rows[1:4]] == [
-        ["8", "h100", "4", "$2,304"],
-        ["64", "h100", "0.6", "$2,765"],
-        ["8", "a100", "9", "$3,456"],
+        ["8", "h100", "4.00", "$2,304"],
+        ["64", "h100", "0.60", "$2,765"],
+        ["8", "a100", "9.00", "$3,456"],
     ]
     assert rows[5].startswith("Cheapest within plan.deadline=5d: 8 x h100. ")
     assert rows[6] == "8 x v5e: nothing fits on 8 devices"

@@ -182,7 +182,7 @@ def _table(found: Sequence[Change]) -> list[str]:
                 in_seconds(plan.seconds),
                 f"{plan.mfu:.0%}",
                 in_bytes(plan.step.peak),
-                f"{plan.days:.3g}" if plan.steps else "unknown",
+                f"{plan.days:,.2f}" if plan.steps else "unknown",
                 cost,
                 mesh or "1",
                 " ".join(words if plan.fits else ["does not fit", *words]),
