@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -138,13 +138,13 @@ class Programs:
         ValueError: the model has inputs other than tokens.
     """
 
-    def __init__(self, step: Step, edits: Mapping[str, Any] = {}):
+    def __init__(self, step: Step, edits: Mapping[str, Any] | None = None):
         if inputs := step.inputs:
             raise ValueError(
                 f"model.module {step.model.config.module!r} also reads {', '.join(inputs)}, which texts do not have. "
                 "Evaluate it on the validation data of its run."
             )
-        own = {"training.attention": "auto", "training.fp8": False, **edits}
+        own = {"training.attention": "auto", "training.fp8": False, **(edits or {})}
         self.step = step.other(own, name="logits")
         self.forward, self.config = self.step.forward, step.model.config
         self.mesh = step.mesh
