@@ -1,4 +1,4 @@
-"""shardwright: pretraining of a decoder-only transformer, with every collective written out.
+"""shardwright: pretraining of a decoder-only transformer, with its collectives written out.
 
     python -m train --config-name=local_test_synthetic
 
@@ -30,7 +30,9 @@ Between layers the residual stream is `act['B/b L/c/t M']`: each device along c 
 positions. `act` is the compute dtype, which training.compute_dtype sets. The declaration of a
 weight states its inputs, outputs and sharding at rest.
 
-Attention across c is in shardwright/modeling/context.py, pipelines are in shardlib/pipeline.py.
+Collectives that this file only calls: attention across c is in shardwright/modeling/context.py,
+the loss in chunks in modeling/loss_chunks.py, Muon in optimizers/muon.py, and pipelines are in
+run/stages.py and shardlib/pipeline.py.
 """
 
 if __name__ == "__main__":  # first, because the imports below take seconds
@@ -79,10 +81,8 @@ from shardwright.modeling.model import (
 )
 from shardwright.modeling.settings import ModelConfig
 from shardwright.modeling.weights import (
-    at_rest,
     embedding,
     gain,
-    gather_ahead,
     matrix,
     outside_of_layers,
     table_of,
@@ -341,24 +341,18 @@ def head_loss(
 
 
 def microbatch_loss(
-    w: W,
-    batch: TokenBatch,
-    seeds: u32["B/b"] | None,
-    *,
-    forward: Forward,
-    head: Callable,
-    microbatches: int | None = None,
+    w: W, batch: TokenBatch, seeds: u32["B/b"] | None, forward: Forward, head: Callable
 ) -> tuple[f32[""], LayerAux]:
     """Loss of a microbatch, which `head` computes after the layers, and the layers' LayerAux.
 
-    Auxiliary losses are divided by `microbatches`, their number per step; None leaves them out.
+    In training, it includes the auxiliary losses, as their mean over the step's microbatches.
     """
     tokens = forward.tokens(batch, seeds)
     x = forward.embed(w, tokens)
     x, _, aux = forward.layers(w.layers, x, tokens)
     loss = head(w, x, batch)
-    if microbatches is not None and aux.loss is not None:
-        loss = loss + jnp.sum(aux.loss) / microbatches
+    if forward.in_training and aux.loss is not None:
+        loss = loss + jnp.sum(aux.loss) / forward.training.microbatches
     return loss, aux
 
 
@@ -370,12 +364,6 @@ def dropout_seeds(batch: Batch, step: i32[""], config: Config) -> u32["m B/b"] |
     key = jax.random.fold_in(jax.random.key(config.training.seed), step)
     seeds = jax.random.bits(key, (config.training.microbatches, shardops.size("B")))
     return shardops.shard("m B -> m B/b", seeds)
-
-
-def gatherable(w: W, forward: Forward) -> W:
-    """Wraps weights at rest for shardops.all_gather; gathers them now if `forward` says so."""
-    w = at_rest(w, forward.training.reduce_dtype)
-    return gather_ahead(w) if forward.gathers_ahead else w  # once for all microbatches
 
 
 def zero_sum(w: jax.Array) -> jax.Array:
@@ -395,15 +383,14 @@ def loss_and_gradients(
     head = functools.partial(head_loss, forward=forward, loss=loss, count=count)
     adds_up = stages.has_stages() or m > 1
 
-    # With jax.grad around the sum over microbatches, each layer would reduce its gradients over r
-    # once per microbatch. So `prepare` is differentiated by itself: gradients of `gathered` are
-    # added up, and `reduce` turns their sum into gradients of `w`, reduced over r (and d) once per
-    # step. If there is only one gradient, nothing is added up, and each gather reduces its own over
-    # r instead, overlapped with the backward pass of other layers.
+    # Gradients are summed over microbatches before they are reduced over r. So the loss is
+    # differentiated by the gathered weights, and the sum of these gradients goes back through
+    # `prepare` once, by `reduce`. With a single microbatch, each gather reduces its own gradient
+    # over r during the backward pass.
     def prepare(w: W) -> W:
         if adds_up and not forward.gathers_ahead:
             w = shardops.replicate("... -> ... *r", w)  # its transpose sums gradients over r
-        return gatherable(w, forward)
+        return forward.gatherable(w)
 
     gathered, reduce = jax.vjp(prepare, w)
     if stages.has_stages():
@@ -411,10 +398,10 @@ def loss_and_gradients(
             config, forward, head, gathered, (batch, seeds), training=True
         )
     else:
-        loss_of = functools.partial(microbatch_loss, forward=forward, head=head, microbatches=m)
+        loss_and_gradient = jax.value_and_grad(microbatch_loss, has_aux=True)
 
         def add(sums: tuple, microbatch: tuple) -> tuple:
-            (loss, aux), g = jax.value_and_grad(loss_of, has_aux=True)(gathered, *microbatch)
+            (loss, aux), g = loss_and_gradient(gathered, *microbatch, forward, head)
             return jax.tree.map(jnp.add, sums, (loss, g)), aux.metrics
 
         zeros = jax.tree.map(zero_sum, gathered)
@@ -593,11 +580,11 @@ def make_evaluation_step(
     @compute_scope(config.training.compute_dtype)
     @typed_shard_map
     def evaluation_step(w: Of[Weights], batch: Batch) -> tuple[f32[""], f32[""]]:
-        gathered = gatherable(w, forward)
+        gathered = forward.gatherable(w)
         head = functools.partial(head_loss, forward=forward, loss=validation_loss, count=1.0)
 
         def add(total: jax.Array, microbatch: TokenBatch) -> tuple[jax.Array, None]:
-            loss, _ = microbatch_loss(gathered, microbatch, None, forward=forward, head=head)
+            loss, _ = microbatch_loss(gathered, microbatch, None, forward, head)
             return total + loss, None
 
         if stages.has_stages():

@@ -71,7 +71,7 @@ class Forward:
             x = varying(x, stage_axes())
             ids = jnp.arange(len(jax.tree.leaves(stack)[0]))
             with jax.named_scope(scope_of(name)):
-                x, caches, aux = self._run(stack, x, tokens, ids, attention, first, period=1)
+                x, caches, aux = self.layers(stack, x, tokens, ids, attention, first)
             if jax.tree.leaves(aux):
                 raise ShardError(
                     f"a layer of the stack `{name}` returns a loss or metrics",
@@ -83,32 +83,42 @@ class Forward:
         return x, found
 
     def layers(
-        self, w: Any, x: Any, tokens: Tokens, layer_ids: Any = None, attention: Any = None
+        self,
+        w: Any,
+        x: Any,
+        tokens: Tokens,
+        layer_ids: Any = None,
+        attention: Attention | None = None,
+        first: int | None = None,
     ) -> tuple[Any, Any, LayerAux]:
-        """The residual stream `x` after the stack `layers` with weights `w`, their caches, and their LayerAux.
+        """Runs a stack of layers with weights `w` on the residual stream `x`.
 
-        `layer_ids` are those of the layers of a pipeline stage; None: all layers. `attention` has a stack of caches;
-        None: that of training.
+        Args:
+            w: weights of the stack.
+            x: the residual stream before its first layer.
+            tokens: the tokens at its positions.
+            layer_ids: those of the layers of a pipeline stage; None: all layers of the stack.
+            attention: attention with the caches of all layers; None: that of training.
+            first: index in the model of the stack's first layer; None: the stack is `layers`.
+
+        Returns:
+            The new residual stream, and the layers' new caches and LayerAux, stacked.
         """
-        first = count_layers(self.model.table) - self.model.config.layers
-        return self._run(w, x, tokens, layer_ids, attention, first, period_of(self.model))
-
-    def _run(
-        self, w: Any, x: Any, tokens: Tokens, layer_ids: Any, attention: Any, first: int, period: int
-    ) -> tuple[Any, Any, LayerAux]:
-        """Runs a stack whose layer 0 is layer `first` of the model."""
-        caches = attention and attention.cache
+        period = 1
+        if first is None:
+            first = count_layers(self.model.table) - self.model.config.layers
+            period = period_of(self.model)
+        attention = attention or self.attention(tokens)
         rows = slice(first, first + len(jax.tree.leaves(w)[0]))
-        caches = jax.tree.map(lambda x: x if rows == slice(0, len(x)) else x[rows], caches)
-        of_all = attention or self.attention(tokens)
+        caches = jax.tree.map(lambda cache: cache if rows == slice(0, len(cache)) else cache[rows], attention.cache)
         prepared = tokens.prepared(self.model)
 
         def layer(w, x, index, index_in_period, cache):
-            of_layer = of_all.in_layer(cache)
-            index = index + first if first else index
+            attention_here = attention.in_layer(cache)
+            tokens_here = prepared.in_layer(index + first if first else index, index_in_period)
             with shardops.products(fp8.product if self.training.fp8 else None):
-                y = self.model.layer(x, w, prepared.in_layer(index, index_in_period), of_layer)
-            return y, of_layer.updated_cache()
+                y = self.model.layer(x, w, tokens_here, attention_here)
+            return y, attention_here.updated_cache()
 
         checkpoint = functools.partial(explicit_activation_checkpointing, save=self.training.save)
         options = {"checkpoint": checkpoint, "unroll": self.training.unroll, "period": period}

@@ -84,14 +84,14 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, schedule, monkeypa
     def one(w, batch):
         return last(w, layers(w.layers, first(w, batch))[0], batch)
 
-    def microbatch_loss(w, batch, seeds, *, forward, head, microbatches):
+    def microbatch_loss(w, batch, seeds, forward, head):
         return head(w, None, batch), LayerAux()
 
-    def at_rest(w, reduce_dtype):
-        """The weights are not sharded; `gatherable` makes them copies over r where it adds up gradients."""
+    def gatherable(self, w):
+        """The weights are not sharded; the step makes them copies over r where it adds up gradients."""
         return shardops.replicate("... -> ... *d" if m > 1 else "... -> ... *r *d", w)
 
-    monkeypatch.setattr(train, "at_rest", at_rest)
+    monkeypatch.setattr(train.Forward, "gatherable", gatherable)
     monkeypatch.setattr(train, "microbatch_loss", microbatch_loss)
     monkeypatch.setattr(train, "head_loss", lambda w, x, batch, **_: one(w, batch))
     c = tiny.config(microbatches=m, gather_weights="layer")
