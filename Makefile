@@ -28,7 +28,7 @@ DEVELOPMENT := $(VENV)/.installed-$(EXTRAS)
 SITE := $(VENV)/.installed-for-docs
 fail = { echo "make: $(1)" >&2; exit 1; }
 
-.PHONY: help demo verify setup test test-quick test-long test-slow test-shardlib mutants wheels docs pictures lint format constraints clean check-python check-venv
+.PHONY: help demo verify setup test test-quick test-long test-slow test-shardlib mutants house wheels docs pictures lint format constraints clean check-python check-venv
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS) ARGS=$(ARGS)"
@@ -65,6 +65,9 @@ test-shardlib: check-python ## the tests of shardlib, where only it and pytest a
 
 mutants: $(DEVELOPMENT) ## plant single faults in a copy of the source, and see that tests still catch them: half an hour
 	$(RUN) bench.faults $(ARGS)
+
+house: ## lines of each room, beside those of the last release
+	@$(PYTHON) bench/house.py $(ARGS)
 
 # Each wheel would take along what another build left in build/.
 wheels: $(RUNTIME) ## the wheels of shardwright, which has shardlib, and of shardlib alone, in dist/

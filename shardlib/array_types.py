@@ -13,21 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.axes import GROUPS
+from shardlib.describe import SHORT_DTYPES, describe
+from shardlib.mesh import devices_along, inside_shard_map, mesh_axes, on_mesh
+from shardlib.opaque import Copy, is_opaque, unwrap
 from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes, spec_text
+from shardlib.planned import planned_axes, planned_devices
 from shardlib.scopes import current_scope
-from shardlib.values import (
-    SHORT_DTYPES,
-    Copy,
-    describe,
-    devices_along,
-    inside_shard_map,
-    is_opaque,
-    mesh_axes,
-    on_mesh,
-    planned_axes,
-    planned_devices,
-    unwrap,
-)
 
 # ---- types ---------------------------------------------------------------------------------------
 

@@ -11,24 +11,11 @@ from typing import Any
 import jax
 
 from shardlib.axes import EITHER_ORDER
+from shardlib.describe import describe, sharding_of, sharding_text, without_trivial
+from shardlib.mesh import devices_along, inside_shard_map, mesh_axes, on_mesh, stage_axes
+from shardlib.opaque import AtRest, Copy, Partial, is_opaque, unwrap
 from shardlib.parsing import Dim, ShapeSpec, ShardError, sort_axes
 from shardlib.scopes import Sizes, current_scope
-from shardlib.values import (
-    AtRest,
-    Copy,
-    Partial,
-    describe,
-    devices_along,
-    inside_shard_map,
-    is_opaque,
-    mesh_axes,
-    on_mesh,
-    sharding_of,
-    sharding_text,
-    stage_axes,
-    unwrap,
-    without_trivial,
-)
 
 # ---- types of values, for messages ---------------------------------------------------------------
 

@@ -25,21 +25,12 @@ from shardlib.array_types import (
     partition_spec,
 )
 from shardlib.checks import check_sharding, check_sizes, check_value, checking, note_type
+from shardlib.describe import SHORT_DTYPES, describe, sharding_of, without_trivial
+from shardlib.mesh import devices_along, inside_shard_map, mesh_axes, on_mesh
+from shardlib.opaque import AtRest, is_opaque
 from shardlib.parsing import ShardError
 from shardlib.places import place_of
 from shardlib.scopes import Scope, current_scope
-from shardlib.values import (
-    SHORT_DTYPES,
-    AtRest,
-    describe,
-    devices_along,
-    inside_shard_map,
-    is_opaque,
-    mesh_axes,
-    on_mesh,
-    sharding_of,
-    without_trivial,
-)
 
 Function = typing.TypeVar("Function", bound=Callable)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import products
+from shardlib.describe import describe
 from shardlib.op_checks import (
     cast_to_result,
     checked_operands,
@@ -20,9 +21,10 @@ from shardlib.op_checks import (
     refuse_repeated_gradient,
     wrap,
 )
+from shardlib.opaque import varying
 from shardlib.parsing import OpSpec, ShardError
+from shardlib.planned import choose_by_size, planned_devices
 from shardlib.rearranging import bind_groups
-from shardlib.values import choose_by_size, describe, planned_devices, varying
 
 BLOCKS = {"gpu": 2}
 """Average number of blocks for the rows of one matrix, by platform. With few large blocks, much of
@@ -70,7 +72,7 @@ def grouped_product(spec: str, rows: object, ids: object, matrices: object) -> A
             (d.literal_size or sizes[d.name]) // planned_devices(d.axes) for d in op.lhs[2].dims[1:]
         )
         value = products.einsum_with_gradients(
-            f"{letters}y,ayz->{letters}z", None, choose_by_size(str(op), narrow <= wide), x, w
+            f"{letters}y,ayz->{letters}z", x, w, None, choose_by_size(str(op), narrow <= wide)
         )
     else:
         value = _product(x, ids, w)

@@ -16,12 +16,14 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from shardlib.checks import error_context, noted_type
+from shardlib.describe import SHORT_DTYPES, states_text
 from shardlib.equations import axes_of, frames_of, is_variable, jaxprs_of, kinds
 from shardlib.interpret import Domain, Operation, equations_in, interpret, needed_for
+from shardlib.mesh import devices_along
+from shardlib.opaque import is_opaque
 from shardlib.parsing import MAY_BE_RIGHT, Dim, ShapeSpec, ShardError
 from shardlib.places import is_installed, is_raised_on_purpose, is_users, place, users_call
 from shardlib.scopes import current_scope
-from shardlib.values import SHORT_DTYPES, devices_along, is_opaque, states_text
 
 _BLOCKS = "inside shard_map an array has the shape of this device's block"
 WITHOUT_MAXIMUM = (

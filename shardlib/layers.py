@@ -11,11 +11,13 @@ from jax import lax
 
 from shardlib import jax_errors
 from shardlib.axes import PIPELINE_AXIS
+from shardlib.describe import describe
+from shardlib.mesh import stage_axes
 from shardlib.op_checks import zeros_like_traced
+from shardlib.opaque import OpName, is_opaque
 from shardlib.parsing import ShardError
 from shardlib.places import place_of, place_of_caller
 from shardlib.shardtypes import f32, pytree_dataclass
-from shardlib.values import OpName, describe, is_opaque, stage_axes
 
 
 @pytree_dataclass

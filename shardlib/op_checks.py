@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.checks import check_divisible, check_value, checking, note_type
+from shardlib.mesh import inside_shard_map, on_mesh, stage_axes
+from shardlib.opaque import WITHOUT_COPY, Copy, OpName, Partial, unwrap, varying
 from shardlib.parsing import (
     Dim,
     MayBeRight,
@@ -22,17 +24,6 @@ from shardlib.parsing import (
     sort_axes,
 )
 from shardlib.scopes import Sizes
-from shardlib.values import (
-    WITHOUT_COPY,
-    Copy,
-    OpName,
-    Partial,
-    inside_shard_map,
-    on_mesh,
-    stage_axes,
-    unwrap,
-    varying,
-)
 
 # ---- specs and operands --------------------------------------------------------------------------
 

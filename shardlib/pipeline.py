@@ -25,6 +25,7 @@ from shardlib.axes import PIPELINE_AXIS
 from shardlib.equations import axes_of, frames_of
 from shardlib.interpret import equations_in
 from shardlib.layers import LayerMetrics
+from shardlib.mesh import mesh_axes, on_mesh, pipeline_stage, stage_axes
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import ShardError, parse_shape
 from shardlib.placement import LayerPlacement
@@ -32,7 +33,6 @@ from shardlib.places import is_users, place
 from shardlib.scopes import Scope
 from shardlib.split_backward import SplitBackward
 from shardlib.tick_tables import WAYS, TickTable
-from shardlib.values import mesh_axes, on_mesh, pipeline_stage, stage_axes
 
 # ---- the backward of a stage as separate tasks ---------------------------------------------------
 

@@ -6,27 +6,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.values import planned, target_device
+from shardlib.planned import planned, target_device
 
 # ---- matmuls -------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def einsum_with_gradients(
-    formula: str, dtype, x_is_smaller: bool, x: jax.Array, y: jax.Array
+def product_of(
+    formula: str, x: jax.Array, y: jax.Array, dtype=None, x_is_smaller: bool = True
 ) -> jax.Array:
-    """jnp.einsum whose gradients are einsums that keep the operands' order of dims and their dtype.
+    """jnp.einsum in the form that XLA computes fastest. dtype None: that of the operands.
 
-    JAX's own rule contracts the gradient with x and transposes the result. XLA turns that into a
-    transpose of the gradient, which on a CPU takes longer than the matmul of a layer's
-    up-projection. And if the result has a wider dtype than the operands, as for attention scores,
-    JAX multiplies in the wider one, which is many times slower on an accelerator.
+    `x_is_smaller` only matters for the gradients of einsum_with_gradients.
     """
-    return product_of(formula, x, y, dtype)
-
-
-def product_of(formula: str, x: jax.Array, y: jax.Array, dtype=None) -> jax.Array:
-    """jnp.einsum in the form that XLA computes fastest. dtype None: that of the operands."""
     operands, result = formula.split("->")
     x_dims, y_dims = operands.split(",")
     if target_device().platform != "cpu":
@@ -58,7 +49,7 @@ def _sum_of_products(
     return summed.transpose([kept.index(dim) for dim in result]).astype(dtype)
 
 
-def _product_forward(formula, dtype, x_is_smaller, x, y):
+def _product_forward(formula, x, y, dtype, x_is_smaller):
     # Does not call einsum_with_gradients: the policies of jax.checkpoint would not see the dot
     # inside.
     return product_of(formula, x, y, dtype), (x, y)
@@ -87,6 +78,13 @@ def _product_backward(formula, dtype, x_is_smaller, operands, g):
     return dx, jnp.einsum(f"{order}->{y_dims}", dy)
 
 
+einsum_with_gradients = jax.custom_vjp(product_of, nondiff_argnums=(0, 3, 4))
+"""product_of whose gradients are products that keep the operands' order of dims and their dtype.
+
+JAX's own rule contracts the gradient with x and transposes the result. XLA turns that into a
+transpose of the gradient, which on a CPU takes longer than the matmul of a layer's up-projection.
+And if the result has a wider dtype than the operands, as for attention scores, JAX multiplies in
+the wider one, which is many times slower on an accelerator."""
 einsum_with_gradients.defvjp(_product_forward, _product_backward)
 
 

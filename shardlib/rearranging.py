@@ -10,6 +10,7 @@ import einops
 import jax.numpy as jnp
 
 from shardlib.checks import check_divisible
+from shardlib.mesh import devices_along
 from shardlib.op_checks import (
     cast,
     check_operand,
@@ -21,7 +22,6 @@ from shardlib.op_checks import (
 )
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op
 from shardlib.scopes import Sizes
-from shardlib.values import devices_along
 
 
 def rearrange(spec: str, x: object, /, **sizes: int) -> Any:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib import products
+from shardlib.describe import describe
 from shardlib.op_checks import (
     cast_to_result,
     checked_operands,
@@ -20,9 +21,10 @@ from shardlib.op_checks import (
     refuse_repeated_gradient,
     wrap,
 )
+from shardlib.opaque import varying
 from shardlib.parsing import OpSpec, ShapeSpec, ShardError
+from shardlib.planned import planned
 from shardlib.scopes import current_scope
-from shardlib.values import describe, planned, varying
 
 
 def take_rows(spec: str, table: object, ids: object, *, repeats: int | None = None) -> Any:

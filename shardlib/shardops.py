@@ -38,8 +38,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.checks import check_divisible, note_type
+from shardlib.describe import describe
 from shardlib.grouped import grouped_product
 from shardlib.jax_errors import WITHOUT_MAXIMUM
+from shardlib.mesh import alone, devices_along, mesh_axes, on_mesh
 from shardlib.op_checks import (
     axes_moved,
     cast,
@@ -61,23 +63,13 @@ from shardlib.op_checks import (
     wrap,
     wrong_spec,
 )
+from shardlib.opaque import AtRest, is_opaque, unwrap
 from shardlib.parsing import Dim, MayBeRight, ShapeSpec, ShardError, parse_shape, sort_axes
+from shardlib.planned import choose_by_size, planned_devices
 from shardlib.products import einsum_with_gradients, pick, take
 from shardlib.rearranging import rearrange
 from shardlib.rows import add_rows, take_rows
 from shardlib.scopes import bound, current_scope
-from shardlib.values import (
-    AtRest,
-    alone,
-    choose_by_size,
-    describe,
-    devices_along,
-    is_opaque,
-    mesh_axes,
-    on_mesh,
-    planned_devices,
-    unwrap,
-)
 from shardlib.zigzag import zigzag
 
 __all__ = [
@@ -621,7 +613,7 @@ def einsum_unreduced(
             for shape in (op.lhs[0], op.rhs)
         ]
         x_is_smaller = choose_by_size(str(op), blocks[0] <= blocks[1])
-        value = einsum_with_gradients(formula, preferred_element_type, x_is_smaller, *values)
+        value = einsum_with_gradients(formula, *values, preferred_element_type, x_is_smaller)
     else:
         value = jnp.einsum(formula, *values, preferred_element_type=preferred_element_type)
     return wrap(varying(value, axes), op.rhs, copies, f"{name}({op})")

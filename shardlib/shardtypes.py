@@ -35,9 +35,10 @@ from shardlib.array_types import (
     pytree_dataclass,
 )
 from shardlib.functions import register_with_typeguard, typed, typed_shard_map
+from shardlib.mesh import pipeline_stage
+from shardlib.opaque import Copy, Partial
 from shardlib.parsing import ShardError
 from shardlib.scopes import Scope, scope
-from shardlib.values import Copy, Partial, pipeline_stage
 
 if TYPE_CHECKING:
 

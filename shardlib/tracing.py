@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from shardlib.planned import planned_for
 from shardlib.scopes import Scope
-from shardlib.values import planned_for
 
 BOUND = (
     "the program is bound to a mesh, so it cannot be traced on one device: call jax.shard_map "

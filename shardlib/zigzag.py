@@ -11,9 +11,10 @@ from jax import lax
 
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.checks import note_type
+from shardlib.describe import describe
+from shardlib.mesh import devices_along, stage_axes
 from shardlib.op_checks import checked_collective, wrong_spec
 from shardlib.parsing import ZIGZAG, ShardError
-from shardlib.values import describe, devices_along, stage_axes
 
 
 def zigzag(spec, x):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from shardlib import shardops
 from shardlib.array_types import ArrayType, Factor, arranged, arrays_in, factor_type, make_shardings
+from shardlib.mesh import devices_along, on_mesh
 from shardlib.parsing import ShapeSpec, parse_shape, sort_axes
-from shardlib.values import devices_along, on_mesh
 from shardwright.modeling.weights import Weight, is_in_stack
 from shardwright.optimizers.rates import Update
 

@@ -21,8 +21,8 @@ from shardlib.axes import PIPELINE_AXIS
 from shardlib.exact.endings import Undecided
 from shardlib.exact.values import is_key
 from shardlib.grouped import LEAST_ROWS
+from shardlib.planned import target_device
 from shardlib.tracing import tracing, without_mesh
-from shardlib.values import target_device
 from shardwright.modeling.attention_calls import path_of
 from shardwright.modeling.attention_paths import KERNELS
 from shardwright.modeling.blockwise import BLOCK, BLOCKS

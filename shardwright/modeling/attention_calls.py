@@ -11,8 +11,9 @@ import numpy as np
 from shardlib import shardops
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.layers import split_aux
+from shardlib.mesh import mesh_axes, pipeline_stage, stage_axes
+from shardlib.opaque import varying
 from shardlib.shardtypes import Of, f32, typed_shard_map, u32
-from shardlib.values import mesh_axes, pipeline_stage, stage_axes, varying
 from shardwright.data.loader import TokenBatch, batch_shapes
 from shardwright.modeling import context
 from shardwright.modeling.attention import Attention

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from shardlib import shardops
+from shardlib.planned import planned, target_device
 from shardlib.shardtypes import typed
-from shardlib.values import planned, target_device
 from shardwright.cluster.devices import Device
 from shardwright.modeling.blockwise import BLOCK, BLOCKS, blockwise
 from shardwright.modeling.masks import AttentionMask, Mask, SoftCap, Window, causal, same_document

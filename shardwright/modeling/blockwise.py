@@ -16,9 +16,10 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.axes import PIPELINE_AXIS
+from shardlib.mesh import stage_axes
 from shardlib.op_checks import varying
+from shardlib.planned import target_device
 from shardlib.shardtypes import typed
-from shardlib.values import stage_axes, target_device
 from shardlib.zigzag import exchanged, permuted
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.masks import AttentionMask, Mask, Positions

@@ -23,8 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import shardops
+from shardlib.mesh import mesh_axes, vary_over
+from shardlib.opaque import is_opaque, unwrap, varying
+from shardlib.planned import planned, planned_devices
 from shardlib.shardtypes import typed
-from shardlib.values import is_opaque, mesh_axes, planned, planned_devices, unwrap, vary_over, varying
 from shardwright.modeling.blockwise import in_blocks, in_one_state
 from shardwright.modeling.masks import AttentionMask, Mask, Positions
 from shardwright.modeling.model import act

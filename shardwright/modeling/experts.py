@@ -1,6 +1,6 @@
 """Chooses how a mixture of experts computes all choices of its router, with none dropped."""
 
-from shardlib.values import choose_by_size, planned_devices
+from shardlib.planned import choose_by_size, planned_devices
 
 
 def pools_without_drops(experts: int, per_token: int) -> int | None:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from shardlib import shardops
 from shardlib.layers import LayerAux, run_layers
+from shardlib.mesh import stage_axes
+from shardlib.opaque import varying
 from shardlib.parsing import ShardError
-from shardlib.values import stage_axes, varying
 from shardwright.jax_extra import explicit_activation_checkpointing
 from shardwright.modeling import fp8
 from shardwright.modeling.attention import Attention

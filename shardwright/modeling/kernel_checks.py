@@ -19,9 +19,10 @@ from shardlib import shardops
 from shardlib.exact.compare import run
 from shardlib.exact.endings import Undecided
 from shardlib.exact.values import ZERO, equal
+from shardlib.mesh import mesh_axes, pipeline_stage
+from shardlib.opaque import varying
 from shardlib.shardtypes import f32, typed_shard_map
 from shardlib.tracing import tracing
-from shardlib.values import mesh_axes, pipeline_stage, varying
 from shardwright.modeling import context
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.attention_calls import Call, path_of

@@ -13,8 +13,8 @@ from jax import lax
 from shardlib import shardops
 from shardlib.array_types import arrays_in
 from shardlib.op_checks import one_like, varying, zeros_like_traced
+from shardlib.planned import planned_devices
 from shardlib.shardtypes import scope
-from shardlib.values import planned_devices
 from shardwright.modeling.model import Targets
 from shardwright.modeling.weights import gather_ahead
 

@@ -20,9 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops
 from shardlib.array_types import arrays_in
+from shardlib.mesh import devices_along, mesh_axes
 from shardlib.parsing import did_you_mean
 from shardlib.shardtypes import Scope, bool_, f32, i32, pytree_dataclass, typed, u32
-from shardlib.values import devices_along, mesh_axes
 from shardwright.modeling.masks import Positions
 from shardwright.modeling.state import types_of
 from shardwright.modeling.training import training_module

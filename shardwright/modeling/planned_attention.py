@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.mesh import stage_axes
 from shardlib.op_checks import varying
-from shardlib.values import stage_axes
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.masks import AttentionMask
 

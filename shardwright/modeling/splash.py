@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardlib import shardops
 from shardlib.op_checks import varying
+from shardlib.planned import target_device
 from shardlib.shardtypes import typed
-from shardlib.values import target_device
 from shardwright.jax_extra import SAVED, save_for_backward
 from shardwright.modeling.masks import AttentionMask, Mask, Window, causal, same_document
 from shardwright.modeling.model import act

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 
 from shardlib.array_types import ABSENT, ArrayType, arrays_of, placeholders
 from shardlib.checks import check_value, checking
+from shardlib.mesh import devices_along, on_mesh
+from shardlib.opaque import is_opaque, varying
 from shardlib.scopes import Scope
 from shardlib.shardtypes import ShardError, pytree_dataclass
-from shardlib.values import devices_along, is_opaque, on_mesh, varying
 from shardwright.modeling.weights import act
 
 

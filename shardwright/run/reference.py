@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shardlib.axes import PIPELINE_AXIS
+from shardlib.mesh import mesh_axes
 from shardlib.shardtypes import scope
-from shardlib.values import mesh_axes
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.kernel_checks import check_paths
 from shardwright.modeling.model import LanguageModel, inputs_of, load_model

@@ -16,11 +16,11 @@ import numpy as np
 from jax import lax
 
 from shardlib import shardops
+from shardlib.describe import describe
 from shardlib.exact.compare import differences
 from shardlib.parsing import ShardError, sort_axes
 from shardlib.scopes import Scope
 from shardlib.shardtypes import Array, Of, Separate, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
-from shardlib.values import describe
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Positions, global_head_ids, softmax

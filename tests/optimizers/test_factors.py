@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardlib.array_types import arrays_in, factor_type
 from shardlib.exact import compare as exact
+from shardlib.mesh import on_mesh
 from shardlib.parsing import parse_shape
 from shardlib.shardtypes import Factor, ShardError, Subset, f32, i32, make_shardings, pytree_dataclass, typed_shard_map
-from shardlib.values import on_mesh
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import Weight

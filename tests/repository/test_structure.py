@@ -1,4 +1,4 @@
-"""The architecture that the map in docs/architecture.md shows: rooms, floors, imports that point down, sizes."""
+"""The architecture that the map in docs/architecture.md shows: rooms, floors, imports that point down."""
 
 import ast
 import functools
@@ -70,7 +70,6 @@ RUN_TESTS = {"bench.faults"}
 """Programs that run tests, and so import what these have in common."""
 READ_STEPS = ("shardwright.run.listeners.profile", "shardwright.run.listeners.standard")
 """Listeners that analyze the step."""
-MAX_FUNCTION = 60
 
 
 @functools.cache
@@ -126,22 +125,6 @@ def program(name: str) -> str:
     return ".".join(name.split(".")[: len(room(name).split(".")) + 1])
 
 
-def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The lines of a function without its docstring, which may have an example."""
-    first = function.body[0]
-    documented = ast.get_docstring(function) is not None
-    docstring = first.end_lineno - first.lineno + 1 if documented else 0
-    return function.end_lineno - function.lineno + 1 - docstring
-
-
-def long_functions(name: str) -> dict[str, int]:
-    """The functions and methods of a module with more than MAX_FUNCTION lines, and their lines."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    functions = [node for node in ast.walk(tree(name)) if isinstance(node, kinds)]
-    lengths = [(node.name, lines_of(node)) for node in functions]
-    return {function: lines for function, lines in lengths if lines > MAX_FUNCTION}
-
-
 def test_every_module_is_in_a_room():
     top = [path for path in ROOT.iterdir() if not path.is_symlink() and (path.suffix == ".py" or [*path.glob("*.py")])]
     assert {path.stem for path in top} - {"tests"} == set(TOP)
@@ -160,11 +143,9 @@ def check_module(name: str) -> None:
     calls = {ast.unparse(node.func) for node in ast.walk(tree(name)) if isinstance(node, ast.Call)}
     found = {call for call in calls if call.rpartition(".")[2] in ("import_module", "__import__", "run_module")}
     assert not found or name in BY_NAME, f"{name} imports by {', '.join(found)}"
-    long = long_functions(name)
-    assert not long, f"{name}: cut what has more than {MAX_FUNCTION} lines: {long}"
 
 
-def test_modules_are_short_and_import_what_is_below_them():
+def test_modules_import_what_is_below_them():
     for name in modules():
         check_module(name)
 
