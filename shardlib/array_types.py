@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.axes import GROUPS
+from shardlib.axes import SPREAD_OVER
 from shardlib.describe import SHORT_DTYPES, describe
 from shardlib.mesh import devices_along, inside_shard_map, mesh_axes, on_mesh
 from shardlib.opaque import Copy, is_opaque, unwrap
@@ -49,7 +49,7 @@ class ArrayType(_Type):
     @property
     def spread_axes(self) -> set[str]:
         """The axes over which `spread` may shard the last dim."""
-        return {*GROUPS["fsdp"], "t"}
+        return {*SPREAD_OVER}
 
     def with_dims(self, dims: str) -> typing.Self:
         """The type with leading dims, those of an `Array`."""

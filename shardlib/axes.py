@@ -1,43 +1,41 @@
-"""The table of mesh axes. docs/architecture.md explains how to add one."""
+"""The mesh axes that specs may name, which a trainer registers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-AXES = {
-    "p": "pipeline: each device has its own layers",
-    "r": "replicas: plain data parallel",
-    "d": "data parallel, weights sharded at rest (FSDP)",
-    "e": "experts, which are sharded over it; else like d",
-    "c": "context: each device has some positions",
-    "t": "tensor parallel",
-}
-"""The axes of a mesh and their purpose, major to minor: devices next to each other along the last
-axis are nearest. A mesh may lack any of them, which is the same as having one device along it:
-specs are then read without that axis."""
-ALWAYS = ("r", "d", "t")
-"""Axes that the mesh of a run has even if they have one device."""
-OPTIONAL = tuple(axis for axis in AXES if axis not in ALWAYS)
-"""Axes that the mesh of a run leaves out if they have one device."""
-AXIS_ORDER = ("r", "t", "c", "d", "e", "p")
-"""The order of axes within a dim: `M/t/d`, `V/t/p`. Only t and c may come in either order: in
-`L/c/t` each device of t holds part of the positions of its device of c; in `K/t/c` each device of c
-holds part of the heads of its device of t. A dim keeps the order that it was given
-(`checks.check_value`)."""
-GROUPS = {"b": ("r", "d", "e"), "fsdp": ("c", "d", "e")}
-"""Groups of axes, which a spec may name instead of their axes: `B/b` is `B/r/d/e`, and `+b` is
-`+r +d +e`. The axes of b shard the batch. Those of fsdp shard weights at rest; weights are gathered
-over them before use."""
-EITHER_ORDER = ("t", "c")
+AXIS_ORDER: list[str] = []
+"""The registered axes, in their order within a dim: `M/t/d`, `V/t/p`. A mesh may lack any of them,
+which is the same as having one device along it: specs are then read without that axis. Axes that
+are not registered come last, in alphabetical order."""
+EITHER_ORDER: list[str] = []
+"""Axes that may come in either order within a dim: in `L/c/t` each device of t holds part of the
+positions of its device of c; in `K/t/c` each device of c holds part of the heads of its device of
+t. A dim keeps the order that it was given (`checks.check_value`)."""
+GROUPS: dict[str, tuple[str, ...]] = {}
+"""Groups of axes, which a spec may name instead of their axes: if b is a group of r and d, `B/b` is
+`B/r/d`, and `+b` is `+r +d`."""
+SPREAD_OVER: list[str] = []
+"""Axes over which a small array may be spread that need not be whole on each device."""
 PIPELINE_AXIS = "p"
+"""The axis of pipeline stages."""
 
 
-def axes_of_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of the axes that a run's mesh has, in the order of AXES.
+def register_axes(
+    order: Iterable[str],
+    *,
+    either_order: Iterable[str] = (),
+    groups: Mapping[str, tuple[str, ...]] | None = None,
+    spread_over: Iterable[str] = (),
+) -> None:
+    """Replaces the registered axes. Call it before any spec is written.
 
-    They are the numbers of devices in the settings.
+    Args:
+        order: the axes, in their order within a dim.
+        either_order: those that may come in either order.
+        groups: groups of axes, by the name that specs use.
+        spread_over: those over which small arrays may be spread.
     """
-    return {axis: sizes.get(axis, 1) for axis in AXES if axis in ALWAYS or sizes.get(axis, 1) != 1}
-
-
-def mesh_text(sizes: Mapping[str, int]) -> str:
-    """The mesh as text: `r=1 d=4 t=2`."""
-    return " ".join(f"{axis}={size}" for axis, size in axes_of_mesh(sizes).items())
+    AXIS_ORDER[:] = order
+    EITHER_ORDER[:] = either_order
+    GROUPS.clear()
+    GROUPS.update(groups or {})
+    SPREAD_OVER[:] = spread_over

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from shardlib.mesh import inside_shard_map
+from shardlib.mesh import inside_shard_map, mesh_axes
 from shardlib.parsing import sort_axes
 
 SHORT_DTYPES = {

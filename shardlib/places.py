@@ -11,25 +11,43 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _LIBRARY = str(Path(__file__).parent)
-_OURS = ("shardlib", "shardwright")
-HELPERS = ("shardwright/jax_extra.py", "shardwright/modeling/weights.py")
-HELPERS += ("shardwright/modeling/state.py", "shardwright/sampling/cache.py")
-"""Files that a step calls, for whose lines those of their callers stand. Paths in a checkout."""
-_HELPERS = tuple(str(Path(__file__).parents[1] / path) for path in HELPERS)
+_PACKAGES = ["shardlib"]
+_EDITED: list[str] = []
+HELPERS: list[str] = []
+"""Files that a step calls, for whose lines those of their callers stand: `package/file.py`."""
+
+
+def register_library(package: str, *, edited: Iterable[str], helpers: Iterable[str]) -> None:
+    """Registers a trainer, whose modules may ask what only a library may know of a trace.
+
+    Args:
+        package: name of its package.
+        edited: what the names of its modules that users edit begin with.
+        helpers: its files that a step calls, from the package's folder on. A message names the
+            lines that call them instead of theirs.
+    """
+    _PACKAGES.append(package)
+    _EDITED.extend(edited)
+    HELPERS.extend(f"{package}/{file}" for file in helpers)
+
+
+def is_library(module: str) -> bool:
+    """True for the name of a module of shardlib or a registered trainer that users do not edit."""
+    return module.partition(".")[0] in _PACKAGES and not module.startswith(tuple(_EDITED))
 
 
 def is_installed(file: str) -> bool:
     """True for a file of Python itself or of an installed package, other than these of ours."""
     package = _within_packages(file)
     if package:
-        return package.partition("/")[0] not in _OURS
+        return package.partition("/")[0] not in _PACKAGES
     return is_of_python(file)
 
 
@@ -77,7 +95,8 @@ def is_users(file: str) -> bool:
 
     Files of shardlib, of an installed package, or of a helper that a step calls are none.
     """
-    return not (Path(file).is_relative_to(_LIBRARY) or file in _HELPERS or is_installed(file))
+    is_helper = file.endswith(tuple(f"/{path}" for path in HELPERS))
+    return not (Path(file).is_relative_to(_LIBRARY) or is_helper or is_installed(file))
 
 
 def place(file: str, line: int) -> str:

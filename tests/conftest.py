@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import shardwright  # noqa: F401  (registers the axes that specs in tests name)
 from tests.support.simulated import compiled_in, xla_flags
 
 # Both are read when jax is imported, which happens after this file. The device count holds for the CPU alone, so

@@ -35,7 +35,7 @@ import jax
 from bench.plan.clock import ATTENTION
 from bench.plan.programs import Step, options_of, reading, show_all
 from bench.throughput.peers.job import Job, Shapes
-from shardlib.axes import AXES
+from shardwright.axes import AXES
 from shardwright.cluster.devices import make_mesh
 from shardwright.cluster.topologies import GPUS, devices_of
 from shardwright.modeling.blockwise import BLOCK

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from shardlib.axes import axes_of_mesh, mesh_text
+from shardwright.axes import axes_of_mesh, mesh_text
 from shardwright.cluster.chips import Chip, chip_of
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.data.untrusted import check_private
@@ -26,7 +26,7 @@ _settings = cast(Any, jax.config)  # whose attributes are made as it runs
 
 
 def make_mesh(devices: Sequence[Device], **given: int) -> jax.sharding.Mesh:
-    """Makes a mesh of all `devices` with the given sizes of axes of shardlib.axes.AXES, 1 by default.
+    """Makes a mesh of all `devices` with the given sizes of axes of shardwright.axes.AXES, 1 by default.
 
     One size may be -1, for the remaining devices. Raises ValueError for sizes that do not fit.
     """

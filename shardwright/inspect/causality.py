@@ -19,13 +19,13 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.axes import OPTIONAL
 from shardlib.exact.endings import Undecided
 from shardlib.exact.machine import Machine, Observer
 from shardlib.exact.values import Exact, equal, join, move
 from shardlib.findings import Finding, raise_for
 from shardlib.interpret import Operation
 from shardlib.tracing import on_one_device, tracing
+from shardwright.axes import OPTIONAL
 from shardwright.inspect.smaller import draw, make_small
 from shardwright.inspect.soundness import traced
 from shardwright.modeling.attention_calls import mask_of, sees_later

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardlib.axes import AXES, PIPELINE_AXIS, axes_of_mesh, mesh_text
+from shardlib.axes import PIPELINE_AXIS
 from shardlib.tracing import tracing
+from shardwright.axes import AXES, axes_of_mesh, mesh_text
 from shardwright.cluster.chips import Chip, chip_for, chip_of, known
 from shardwright.cluster.devices import device_like, explicit_mesh
 from shardwright.data.untrusted import MEMORY

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardlib.axes import OPTIONAL
 from shardlib.equations import is_integer
 from shardlib.exact import sizes
 from shardlib.exact.compare import Difference, compare_results, digest_of, not_compared, run_draws
@@ -30,6 +29,7 @@ from shardlib.exact.values import Exact, move
 from shardlib.findings import Finding, raise_for
 from shardlib.places import place, users_call
 from shardlib.tracing import on_one_device, tracing
+from shardwright.axes import OPTIONAL
 from shardwright.inspect.fresh import reimport
 from shardwright.inspect.smaller import LENGTH, NOT_FINITE, Small, draw, make_other, make_small
 from shardwright.optimizers.rates import own_functions

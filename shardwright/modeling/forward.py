@@ -105,18 +105,17 @@ class Forward:
         Returns:
             The new residual stream, and the layers' new caches and LayerAux, stacked.
         """
-        period = 1
-        if first is None:
-            first = count_layers(self.model.table) - self.model.config.layers
-            period = period_of(self.model)
+        is_main = first is None
+        before = count_layers(self.model.table) - self.model.config.layers if is_main else first
+        period = period_of(self.model) if is_main else 1
         attention = attention or self.attention(tokens)
-        rows = slice(first, first + len(jax.tree.leaves(w)[0]))
+        rows = slice(before, before + len(jax.tree.leaves(w)[0]))
         caches = jax.tree.map(lambda cache: cache if rows == slice(0, len(cache)) else cache[rows], attention.cache)
         prepared = tokens.prepared(self.model)
 
         def layer(w, x, index, index_in_period, cache):
             attention_here = attention.in_layer(cache)
-            tokens_here = prepared.in_layer(index + first if first else index, index_in_period)
+            tokens_here = prepared.in_layer(index + before if before else index, index_in_period)
             with shardops.products(fp8.product if self.training.fp8 else None):
                 y = self.model.layer(x, w, tokens_here, attention_here)
             return y, attention_here.updated_cache()

@@ -33,12 +33,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib import shardops
 from shardlib.array_types import ABSENT, ArrayType, DType, arrays_in, arrays_of, map_arrays, placeholders
-from shardlib.axes import AXES, GROUPS, PIPELINE_AXIS
+from shardlib.axes import GROUPS, PIPELINE_AXIS
 from shardlib.mesh import devices_along, mesh_axes, on_mesh
 from shardlib.opaque import AtRest
 from shardlib.parsing import ShapeSpec, parse_shape, sort_axes
 from shardlib.planned import planned_devices
 from shardlib.shardtypes import ShardError, dtype_name, f32, make_shardings
+from shardwright.axes import AXES
 from shardwright.jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
 
 COPIES = f"*{PIPELINE_AXIS}"

@@ -13,8 +13,9 @@ import jax
 from jax.sharding import AbstractMesh
 
 from shardlib.array_types import arrays_in
-from shardlib.axes import PIPELINE_AXIS, axes_of_mesh, mesh_text
+from shardlib.axes import PIPELINE_AXIS
 from shardlib.planned import planned_for
+from shardwright.axes import axes_of_mesh, mesh_text
 from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig
 from shardwright.data.checks import CHANGING, FIXED, a_path, above_0, at_least_0, at_least_1, setting, within
 from shardwright.data.loader import DataConfig

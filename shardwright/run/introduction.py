@@ -10,7 +10,7 @@ import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from shardlib.axes import mesh_text
+from shardwright.axes import mesh_text
 from shardwright.cluster.devices import known_options
 from shardwright.data.loader import Loader
 from shardwright.modeling.attention_calls import describe_attention, path_of

@@ -14,12 +14,13 @@ from jax.sharding import PartitionSpec
 
 from shardlib import pipeline, shardops
 from shardlib.array_types import ABSENT, arrays_of
-from shardlib.axes import ALWAYS, PIPELINE_AXIS
+from shardlib.axes import PIPELINE_AXIS
 from shardlib.mesh import mesh_axes
 from shardlib.placement import LayerPlacement, place_layers
 from shardlib.schedules import Orders, forwards, in_a_ring, schedule_of, stages_of
 from shardlib.shardtypes import make_shardings
 from shardlib.tick_tables import TickTable, tick_table
+from shardwright.axes import ALWAYS
 from shardwright.cluster.devices import make_mesh
 from shardwright.data.loader import TokenBatch
 from shardwright.modeling.forward import Forward

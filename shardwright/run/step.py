@@ -11,10 +11,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
-from shardlib.axes import AXES, axes_of_mesh
 from shardlib.planned import Choices, planned_for
 from shardlib.shardtypes import Of, typed_shard_map, u32
 from shardlib.tracing import tracing
+from shardwright.axes import AXES, axes_of_mesh
 from shardwright.cluster.devices import explicit_mesh
 from shardwright.data.loader import TokenBatch, batch_shapes
 from shardwright.modeling.attention_calls import Call, calls_of

@@ -25,12 +25,12 @@ from typing import Any
 
 import jax
 
-from shardlib.axes import AXES
 from shardlib.equations import frames_of
 from shardlib.interpret import digest_of, equations_in
 from shardlib.parsing import MAY_BE_RIGHT
 from shardlib.places import is_installed, is_users, shown_path, users_call
 from shardlib.places import place as place_at
+from shardwright.axes import AXES
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.config import DistributedConfig
 from shardwright.cluster.devices import device_like, known_options, make_mesh, start_devices

@@ -21,7 +21,7 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
-from shardlib.axes import mesh_text
+from shardwright.axes import mesh_text
 from shardwright.data.checks import a_path, check_ranges, within
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import LARGE, parse_object, read_text, shown

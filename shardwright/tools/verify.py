@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardlib.axes import AXES, axes_of_mesh, mesh_text
+from shardwright.axes import AXES, axes_of_mesh, mesh_text
 from shardwright.cluster.devices import explicit_mesh
 from shardwright.data.checks import within
 from shardwright.inspect.fresh import reimport

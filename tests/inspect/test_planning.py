@@ -13,7 +13,7 @@ import jax
 import pytest
 import yaml
 
-from shardlib.axes import AXES
+from shardwright.axes import AXES
 from shardwright.cluster.chips import CHIPS, chip_of
 from shardwright.inspect import planning
 from shardwright.inspect.plan.plan import plan_of

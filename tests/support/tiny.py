@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 import train
-from shardlib.axes import axes_of_mesh
 from shardlib.shardtypes import Scope, make_shardings, typed_shard_map
+from shardwright.axes import axes_of_mesh
 from shardwright.cluster.config import HardwareConfig, MeshConfig
 from shardwright.cluster.devices import explicit_mesh, make_mesh
 from shardwright.data.loader import DataConfig, TokenBatch, in_microbatches

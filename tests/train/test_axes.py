@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from shardlib import shardops
-from shardlib.axes import AXES, AXIS_ORDER
+from shardlib.axes import AXIS_ORDER
 from shardlib.shardtypes import ShardError, i32, typed_shard_map
+from shardwright.axes import AXES
 from shardwright.cluster.config import MeshConfig
 from shardwright.run.config import check_divides
 from tests.support import tiny

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from shardlib.axes import axes_of_mesh
 from shardlib.equations import COLLECTIVES, axes_of
 from shardlib.interpret import equations_in
 from shardlib.parsing import ShardError
+from shardwright.axes import axes_of_mesh
 from shardwright.cluster.devices import explicit_mesh
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.soundness import examine

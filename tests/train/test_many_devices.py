@@ -5,7 +5,7 @@ import math
 import jax
 import pytest
 
-from shardlib.axes import axes_of_mesh
+from shardwright.axes import axes_of_mesh
 from shardwright.cluster.devices import explicit_mesh
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model

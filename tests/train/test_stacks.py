@@ -18,9 +18,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import train
-from shardlib.axes import AXES
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import Of, f32, make_shardings
+from shardwright.axes import AXES
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.causality import describe_causality
 from shardwright.inspect.planning import planned_step

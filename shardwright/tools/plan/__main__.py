@@ -18,7 +18,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from shardlib.axes import AXES
+from shardwright.axes import AXES
 from shardwright.cluster.chips import chip_of
 from shardwright.data.checks import a_path
 from shardwright.inspect.planning import Change, advice, mesh_sizes, planned_change

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from shardlib.axes import AXES
+from shardwright.axes import AXES
 from shardwright.cluster.chips import Chip
 from shardwright.inspect.plan.plan import Plan
 from shardwright.inspect.planning import (

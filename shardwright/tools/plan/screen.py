@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from shardlib.axes import mesh_text
+from shardwright.axes import mesh_text
 from shardwright.inspect.operation import WITHOUT_LINE, Operation
 from shardwright.inspect.plan.plan import Plan
 from shardwright.inspect.tables import Table, digits, fit, in_bytes, in_numbers, in_seconds, text_of

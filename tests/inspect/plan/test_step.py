@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from shardlib.axes import AXES
 from shardlib.schedules import SCHEDULES
+from shardwright.axes import AXES
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.plan.graph import graph_of
 from shardwright.inspect.plan.kernels import kind_of, most_of, peak_of, product_shape
