@@ -1,7 +1,9 @@
 """Attention as a layer calls it: `attention(q, k, v, mask)`."""
 
+import contextlib
+import contextvars
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import jax
@@ -11,6 +13,18 @@ from shardlib.places import place_of
 from shardwright.modeling import attention_paths, context
 from shardwright.modeling.masks import AttentionMask, Mask, same_document
 from shardwright.modeling.model import Tokens
+
+_REFERENCE: contextvars.ContextVar[Callable[..., jax.Array] | None] = contextvars.ContextVar("reference", default=None)
+
+
+@contextlib.contextmanager
+def expect_einsum(einsum: Callable[..., jax.Array]) -> Iterator[None]:
+    """Context in which each Attention must have this `einsum`, with which its implementations are compared."""
+    token = _REFERENCE.set(einsum)
+    try:
+        yield
+    finally:
+        _REFERENCE.reset(token)
 
 
 class Attention:
@@ -29,6 +43,13 @@ class Attention:
     """
 
     def __init__(self, einsum: Callable[..., jax.Array], settings: Any, tokens: Tokens, cache: Any = None):
+        expected = _REFERENCE.get()
+        if expected is not None and einsum is not expected:
+            name, other = (getattr(function, "__name__", function) for function in (einsum, expected))
+            raise ValueError(
+                f"the step computes attention by {name}, but SPEC.attention, with which masks and kernels are "
+                f"compared, is {other}: name one function in both."
+            )
         self.einsum = einsum
         self.settings = settings
         self.tokens = tokens

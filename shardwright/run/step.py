@@ -17,6 +17,7 @@ from shardlib.tracing import tracing
 from shardwright.axes import AXES, axes_of_mesh
 from shardwright.cluster.devices import explicit_mesh
 from shardwright.data.loader import TokenBatch, batch_shapes
+from shardwright.modeling.attention import expect_einsum
 from shardwright.modeling.attention_calls import Call, calls_of
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of, load_model
@@ -158,6 +159,7 @@ class Step:
         with (
             tracing(self.mesh, self.planned or self.mesh.shape),
             planned_for(**kinds, choices=self.choices),
+            expect_einsum(spec.attention),
         ):
             if self.name == "logits":
                 return _trace_logits(self)

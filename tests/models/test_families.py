@@ -22,7 +22,7 @@ from shardwright.tools import generate
 from tests.support import huggingface_models as models
 from tests.support import tiny, transformers_models
 from tests.support.huggingface_models import export, to_run
-from tests.support.transformers_models import KINDS, config_of, for_length, logits_of_documents, theirs
+from tests.support.transformers_models import KINDS, config_of, logits_of_documents, theirs
 
 OURS = {
     "Qwen2": {"qkv_bias": True},
@@ -100,7 +100,7 @@ def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
     kind = model.config.model_type
     module = families.KINDS[kind].module if kind in families.KINDS else "train"
     assert (c.module, getattr(c, "family", kind)) == (module, kind)
-    batch, logits = models.rows(c), models.logits_of(for_length(c, models.LENGTH))
+    batch, logits = models.rows(c), models.logits_of(c)
     expected = logits_of_documents(model, batch, c.bos_id).detach().numpy()
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(logits(w, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())

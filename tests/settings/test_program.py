@@ -60,7 +60,7 @@ def test_outside_of_its_environment_a_program_names_what_is_missing(command):
     )
 
 
-@pytest.mark.parametrize("command", ["shardwright", "shardwright track", "shardwright init"])
+@pytest.mark.parametrize("command", ["shardwright", "shardwright ladder", "shardwright init"])
 def test_help_in_ascii(command):
     done = started(f"{command} --help", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")

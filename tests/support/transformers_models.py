@@ -128,14 +128,6 @@ def theirs(name: str, **changes):
     return model
 
 
-def for_length(c, length: int):
-    """The model with RoPE for sequences of `length`, as transformers takes it from the text."""
-    if not hasattr(c, "rope_scaling"):  # GPT-2's positions are learned
-        return c
-    scaling = c.rope_scaling and dataclasses.replace(c.rope_scaling, length=length)
-    return dataclasses.replace(c, rope_scaling=scaling)
-
-
 def imported(model, **saving) -> tuple[Any, Any]:
     """Its ModelConfig and weights, as the import makes them of its files. `saving` are options of save_pretrained."""
     with tempfile.TemporaryDirectory() as directory:
@@ -205,4 +197,4 @@ def truth_of(name: str, documents: bool, z_loss: float, batch: Any) -> Truth:
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):  # which no loss moves
                 buffer.zero_()
-    return Truth(for_length(c, given.targets.shape[1]), weights, loss.item(), imported(model)[1])
+    return Truth(c, weights, loss.item(), imported(model)[1])

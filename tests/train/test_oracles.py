@@ -72,8 +72,6 @@ ROWS = [
     row("SmolLM3", STAGES, **BLOCKS, **STEP, schedule="zb_h1", loss_chunk=4),
     row("Gemma2", C2, context="gather", attention="blockwise", attention_block=5, unroll=2, gpu=True),
     row("Gemma3", "r=2 d=2 t=2", **STEP, unroll=None, loss_chunk=4),
-    row("Cohere2", STAGES, **BLOCKS, **STEP, schedule="zb_h1"),
-    row("Granite", "d=2 c=2 t=2", **STEP, loss_chunk=4),
     row("Phi3", "p=4 t=2", microbatches=8, schedule="1f1b", save="nothing"),
     row("GptOss", "d=2 c=2 t=2", context="ring", attention_block=5, **LAYER, gpu=True),
     row("GptOss", "e=4 t=2", **BLOCKS, model=POOLS, loss_chunk=4),
