@@ -181,7 +181,7 @@ class Cut(models.Both):
         (delta_of(step=ends(lambda x: (x, x))), "a layer keeps 2 arrays as `matrix`, of which the model's State has 1"),
         (delta_of(step=lambda *x: models.delta_step(*x)[0]), "a step of a state returns f32"),
         (TwiceInOne, "a layer keeps `matrix` twice"),
-        (Cut, r"an input of the state `last` has the shape \[2, 12, 16\], .* positions \[2, 24\]"),
+        (Cut, r"an input of the state `last` has the shape \[2, 6, 16\], .* positions \[2, 12\]"),
     ],
 )
 def test_wrong_states_are_refused(kind, message):
