@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import shardwright  # noqa: F401  (registers the axes that specs in tests name)
+from shardlib.axes import register_axes
 from tests.support.simulated import compiled_in, xla_flags
+
+# The axes of the trainer, which specs in tests of shardlib name, also where there is no trainer.
+GROUPS = {"b": ("r", "d", "e"), "fsdp": ("c", "d", "e")}
+register_axes("rtcdep", either_order="tc", groups=GROUPS, spread_over="cdet")
 
 # Both are read when jax is imported, which happens after this file. The device count holds for the CPU alone, so
 # the CPU is the platform unless one is asked for, e.g. with JAX_PLATFORMS=cuda.

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.places import is_raised_on_purpose
 from shardwright.data.checks import check_ranges
-from shardwright.data.untrusted import first_line, shown
+from shardwright.data.untrusted import check_private, first_line, shown
 from shardwright.settings.command_line import Program, command_of, explained, parse, register_shipped, search_first
 from shardwright.settings.exits import ERROR, LOST, exit_of
 from shardwright.settings.help import help_text
@@ -31,6 +31,7 @@ from shardwright.settings.starting import missing_package, prepare
 from shardwright.settings.words import as_installed
 
 PACKAGE = Path(__file__).parents[1]
+CACHE = "JAX_COMPILATION_CACHE_DIR"
 FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
 """Environment variable with the user's HYDRA_FULL_ERROR, which `start` sets for Hydra."""
 
@@ -135,12 +136,26 @@ def _start(program: Program, job: Callable[[Any], Any], sections: Callable[[], d
     named = [] if line.config_name is None else [f"--config-name={line.config_name}"]
     sys.argv[1:] = [*named, *line.words]  # programs that start others give them these
     search_first(line.directories)
+    _ignore_shared_cache()
     try:
         hydra.main(version_base="1.3", config_path=str(program.configs), config_name=line.config_name)(job)()
     except Exception as error:
         if isinstance(error, Refused) or not (message := explained(program, error)):
             raise
         raise ValueError(message) from error
+
+
+def _ignore_shared_cache() -> None:
+    """Has JAX ignore a directory of compiled programs in which others may write: they could run theirs as the user."""
+    directory = Path(os.environ.get(CACHE) or os.devnull).expanduser()
+    try:
+        if directory.is_dir():
+            check_private(directory)
+    except PermissionError as error:
+        print(f"{CACHE}: not used: {error}.", file=sys.stderr)
+        os.environ[CACHE] = ""
+        if jax := sys.modules.get("jax"):  # which read it
+            jax.config.update("jax_compilation_cache_dir", None)
 
 
 def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:

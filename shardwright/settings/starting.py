@@ -5,10 +5,12 @@ It imports only what Python brings.
 
 import atexit
 import contextlib
-import importlib
+import importlib.metadata
 import io
 import os
+import re
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -40,10 +42,24 @@ def missing_package(error: BaseException) -> str | None:
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in ("", *OURS):
         return None
+    if extra := extra_of(package):
+        is_checkout = (Path(__file__).parents[2] / "pyproject.toml").exists()
+        where = "-e '." if is_checkout else "'shardwright"
+        return f"this needs the package {package}, which is not installed: pip install {where}[{extra}]'"
     return (
         f"this needs the package {package}, which {sys.executable} lacks. Activate the environment that shardwright is "
         "installed in, such as with `source .venv/bin/activate`, or install it (docs/install.md)."
     )
+
+
+def extra_of(package: str) -> str | None:
+    """Returns the extra of pyproject.toml that installs a package; None if none does."""
+    try:
+        lines = importlib.metadata.requires("shardwright") or ()
+    except importlib.metadata.PackageNotFoundError:  # a checkout that was not installed
+        return None
+    found = (re.fullmatch(r"([\w-]+).*extra == ['\"]([\w-]+)['\"].*", line) for line in lines)
+    return next((line[2] for line in found if line and line[1].replace("-", "_") == package), None)
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -333,7 +333,7 @@ def test_steps_are_proved(sizes, factor, pools, settings):
 @pytest.mark.long
 def test_losses_of_layers_that_one_device_alone_scales_are_refused():
     """Stages add them up in the pipeline, and one device in `loss_and_gradients`: a line of the losses is named."""
-    file, old = "train.py", "loss + jnp.sum(aux.loss) / microbatches"
+    file, old = "train.py", "loss + jnp.sum(aux.loss) / forward.training.microbatches"
     source = (ROOT / file).read_text()
     assert source.count(old) == 1
     c = tiny.config(small(layers=2, balance_loss=0.1, d_head=16), microbatches=2)
