@@ -90,6 +90,7 @@ class RunLog(contextlib.AbstractContextManager):
         self._lock = threading.Lock()
         self._closed = False
         self._unwritten = b""
+        self._whole: int | None = None  # size of the file before lines that are not written, once one failed
         if jax.process_index() != 0:
             return
         self._path = path = Path(directory) / "metrics.jsonl"
@@ -247,9 +248,15 @@ class RunLog(contextlib.AbstractContextManager):
         """Appends all lines that are not written yet. Raises OSError if that fails or the file is gone."""
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         try:
-            while self._unwritten:
-                written = os.write(file, self._unwritten)
-                self._unwritten = self._unwritten[written:]
+            if self._unwritten:
+                if self._whole is None:
+                    self._whole = os.fstat(file).st_size
+                else:  # an earlier attempt may have written a part of a line
+                    os.ftruncate(file, self._whole)
+                written = 0
+                while written < len(self._unwritten):
+                    written += os.write(file, self._unwritten[written:])
+                self._unwritten, self._whole = b"", None
             if sync:
                 os.fsync(file)
         finally:
