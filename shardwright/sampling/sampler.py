@@ -144,7 +144,14 @@ class Programs:
                 f"model.module {step.model.config.module!r} also reads {', '.join(inputs)}, which texts do not have. "
                 "Evaluate it on the validation data of its run."
             )
-        own = {"training.attention": "auto", "training.fp8": False, **(edits or {})}
+        t = step.mesh.shape["t"]
+        # Texts come in batches of their own, which the devices divide, also where the run's do not.
+        sizes = {
+            "training.batch_size": step.mesh.size,
+            "training.microbatches": 1,
+            "training.seq_len": max(step.config.training.seq_len // t, 1) * t,
+        }
+        own = {"training.attention": "auto", "training.fp8": False, **sizes, **(edits or {})}
         self.step = step.other(own, name="logits")
         self.forward, self.config = self.step.forward, step.model.config
         self.mesh = step.mesh
