@@ -8,7 +8,6 @@ The weights are sharded as in training, on any mesh. docs/evaluation.md explains
 """
 
 import bisect
-import dataclasses
 import json
 import sys
 import time
@@ -142,9 +141,6 @@ def make_sampler(
     c = saved.config
     model = load_model(c.model)
     weights = saved.read_weights(model, config.other_source, say, config.average)
-    if config.context and getattr(c.model, "rope_scaling", None):
-        scaling = dataclasses.replace(c.model.rope_scaling, length=config.context)
-        model = load_model(dataclasses.replace(c.model, rope_scaling=scaling))
     drawing: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(Sampling)}
     settings = Sampling(**{**drawing, "stop": stop})
     return Sampler(trace_step(c, model), settings, context, config.batch), weights
