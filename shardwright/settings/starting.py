@@ -58,6 +58,9 @@ def extra_of(package: str) -> str | None:
         lines = importlib.metadata.requires("shardwright") or ()
     except importlib.metadata.PackageNotFoundError:  # a checkout that was not installed
         return None
+    needed = [re.split(r"[^\w-]", line)[0] for line in lines if "extra ==" not in line]
+    if package in needed:  # then nothing of shardwright is installed here
+        return None
     found = (re.fullmatch(r"([\w-]+).*extra == ['\"]([\w-]+)['\"].*", line) for line in lines)
     return next((line[2] for line in found if line and line[1].replace("-", "_") == package), None)
 
