@@ -11,6 +11,7 @@ from shardwright.cluster.devices import make_mesh
 from shardwright.data.loader import TokenBatch
 from shardwright.data.untrusted import refused
 from shardwright.huggingface import families
+from shardwright.huggingface.tensors import Tensors
 from shardwright.modeling.attention_calls import calls_of
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
@@ -75,13 +76,14 @@ def check_rules(c: ModelConfig, config: dict) -> None:
             )
 
 
-def compare_logits(c: Any, weights: object, directory: Path) -> str:
+def compare_logits(c: Any, weights: object, directory: Path, tensors: Tensors | None = None) -> str:
     """Compares the logits of a text. Returns a description of the comparison and of the difference.
 
     Args:
         c: the run's ModelConfig.
         weights: weights of the run, as NumPy arrays.
         directory: directory of config.json and the safetensors.
+        tensors: what transformers computes with, if not the files, of which it would quantize or dequantize some.
 
     Raises:
         ValueError: the logits differ by more than TOLERANCE, or are not finite; torch is missing, or transformers has
@@ -95,9 +97,15 @@ def compare_logits(c: Any, weights: object, directory: Path) -> str:
             f"the comparison with transformers needs {error.name}: pip install torch transformers, or set check=false."
         ) from error
     options: dict[str, Any] = {"attn_implementation": "eager", "use_safetensors": True, "trust_remote_code": False}
-    kind = transformers.AutoModelForCausalLM
+    kind, source = transformers.AutoModelForCausalLM, directory
     with refused("transformers does not open this model", "check=false skips the comparison."):
-        model = kind.from_pretrained(directory, dtype=torch.float32, **options).eval()
+        if tensors is not None:
+            config = options["config"] = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            vars(config).pop("quantization_config", None)
+            options["state_dict"] = {name: torch.tensor(x) for name, x in tensors.items()}
+            with torch.device("meta"):
+                kind, source = type(kind.from_config(config)), None
+        model = kind.from_pretrained(source, dtype=torch.float32, **options).eval()
     length = min(LENGTH, getattr(model.config, "max_position_embeddings", None) or LENGTH)
     targets = np.random.default_rng(0).integers(0, c.vocab, (1, length)).astype(np.uint32)
     ids = np.concatenate([[c.bos_id], targets[0, :-1]])

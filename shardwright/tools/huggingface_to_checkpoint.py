@@ -140,13 +140,17 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         raise ValueError(
             f"config.json: model_type is {kind!r}, and shardwright has no model of that name; give module=<its module>."
         )
-    tensors = Tensors(directory)
-    if tensors.quantized is not None:
-        method = (content.get("quantization_config") or {}).get("quant_method", "unknown")
-        raise ValueError(f"the model is quantized (method {method}; {tensors.quantized}). {DEQUANTIZE}")
+    quantization = content.get("quantization_config") or {}
+    tensors = Tensors(directory, quantization.get("weight_block_size") or (128, 128))
     tokenizer = find_tokenizer(directory, log)
     found = sidecars.read(directory, tensors.dtype, tokenizer)
-    c, weights = mapping_of(name).from_huggingface(content, tensors)
+    try:
+        c, weights = mapping_of(name).from_huggingface(content, tensors)
+    except ValueError as error:
+        if tensors.quantized is None:
+            raise
+        method = quantization.get("quant_method", "unknown")
+        raise ValueError(f"the model is quantized (method {method}; {tensors.quantized}). {DEQUANTIZE}") from error
     for line in left_out(name, content, tensors):
         log(line)
     c.module = name
@@ -155,7 +159,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     check_rules(c, content)
     compared = "nothing: check=false"
     if config.check:
-        compared = compare_logits(c, weights, directory)
+        compared = compare_logits(c, weights, directory, tensors if quantization or tensors.scales else None)
     log(f"compared   {compared}")
     model = dataclasses.asdict(c)
     length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
@@ -174,7 +178,8 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         state = {"weights": jax.device_put(weights, jax.local_devices(backend="cpu")[0])}
         checkpoints.save(0, state, metadata)
     parameters = sum(array.size for array in jax.tree.leaves(weights))
-    log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
+    of_fp8 = f", {len(tensors.scales)} matrices dequantized from FP8" if tensors.scales else ""
+    log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}{of_fp8}")
     log(f"checkpoint {output}/checkpoints/0000000000")
     log(shown(f"kept       for exports: {', '.join(sidecars.described(found))}"))
     for line in next_commands(output):

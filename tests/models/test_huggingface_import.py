@@ -282,6 +282,13 @@ def test_a_second_table_of_a_tied_model_must_be_the_first(exported, tmp_path):
         run(directory, tmp_path / "imported", check=False)
 
 
+def test_a_config_of_quantized_weights_that_is_left_over_changes_nothing(exported, tmp_path):
+    """With it, transformers asks for bitsandbytes."""
+    _, _, directory = exported("grouped")
+    change_config(directory, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    run(directory, tmp_path / "imported")
+
+
 def replace_matrices(directory, replace):
     """Puts other tensors in the place of the matrices of layers: what `replace` returns for a name and a matrix."""
     path = directory / "model.safetensors"
@@ -310,6 +317,35 @@ def test_quantized_weights_are_named_as_such(exported, tmp_path, method):
     message = f"the model is quantized \\(method {method or 'unknown'}; model.layers.0.* is [FIU].*Dequantize it first"
     with pytest.raises(ValueError, match=message):
         run(directory, tmp_path / "imported")
+
+
+@pytest.mark.parametrize("block", [None, [16, 20]])
+def test_fp8_with_scales_of_blocks_is_dequantized_as_by_torch(exported, tmp_path, block):
+    torch = pytest.importorskip("torch", reason="the oracle")
+    from safetensors.torch import load_file as load_torch
+
+    rng = np.random.default_rng(0)
+    rows, columns = block or (128, 128)
+
+    def quantize(name, x):
+        scale = rng.uniform(0.001, 0.1, (-(-x.shape[0] // rows), -(-x.shape[1] // columns)))
+        return {name: (x / scale.mean()).astype(jnp.float8_e4m3fn), f"{name}_scale_inv": scale.astype(np.float32)}
+
+    _, _, directory = exported("grouped")
+    if block:
+        change_config(directory, quantization_config={"quant_method": "fp8", "weight_block_size": block})
+    replace_matrices(directory, quantize)
+    assert "21 matrices dequantized from FP8" in run(directory, tmp_path / "imported")
+    weights = models.read(tmp_path / "imported")[1]
+    stored = load_torch(directory / "model.safetensors")
+    w = stored["model.layers.1.mlp.down_proj.weight"]
+    scale = stored["model.layers.1.mlp.down_proj.weight_scale_inv"]
+    of_element = scale.repeat_interleave(rows, 0)[: len(w)].repeat_interleave(columns, 1)[:, : w.shape[1]]
+    np.testing.assert_array_equal(weights.layers.w_down[1].T, (w.to(torch.float32) * of_element).numpy())
+    other = [8, 8]  # with which the scales would be of more blocks
+    change_config(directory, quantization_config={"quant_method": "fp8", "weight_block_size": other})
+    with pytest.raises(ValueError, match=r"its scale is \(\d, \d\), and it has \(16, 4\) blocks of \(8, 8\)"):
+        run(directory, tmp_path / "other")
 
 
 def test_a_model_without_a_tokenizer_is_said_to_have_none(exported, tmp_path):
