@@ -13,7 +13,7 @@ from shardlib.parsing import did_you_mean
 from shardwright.settings import starting
 
 TOOLS = Path(__file__).parent / "tools"
-OF_PROJECT = ("train", "check", "ladder", "plan", "schedule", "verify")
+OF_PROJECT = ("train", "check", "ladder", "plan", "verify")
 """Commands that import modules of the project where they start.
 
 Others read files, which may be a stranger's, and import such modules only with trust=true."""

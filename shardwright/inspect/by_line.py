@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from shardwright.data.untrusted import number, read_object
 from shardwright.inspect.compiled.table import KINDS, CompiledStep, read_table
 from shardwright.inspect.operation import OPCODES, WITHOUT_LINE, Operation, amount
-from shardwright.inspect.tables import align, fit, in_seconds
 
 STEP, PROFILE, PLAN = "training_step_optimized_hlo_*", "plugins/profile/*/", "plan.json"
 """Files of a run: of its compiled step, in the directories of its profiles, and its plan."""
@@ -75,17 +74,16 @@ class Line:
                 rows.append(Row(predicted, what=" ".join([what, *sorted(axes)])))
             for op in compiled:
                 size = f"≤ {amount(kind, op.total)}" if op.sometimes else amount(kind, op.total)
-                rows.append(Row(predicted, size, "", op.times, op.words, op.where))
+                rows.append(Row(predicted, size, op.times, op.words, op.where))
                 predicted = ""
         return rows
 
 
 class Row(NamedTuple):
-    """Something of a line as text: what is planned, compiled and measured of it, how often, what, and in which loop."""
+    """An operation of a line as text: what is planned and compiled of it, how often, what, and in which loop."""
 
     planned: str = ""
     compiled: str = ""
-    measured: str = ""
     number: str = ""
     what: str = ""
     where: str = ""
@@ -183,34 +181,3 @@ def lines_of(
         line.collective += own["collective"]
         line.exposed += own["exposed"]
     return sorted(found.values(), key=lambda line: line.rank, reverse=True)
-
-
-def as_text(found: ByLine, width: int) -> str:
-    """Formats the lines for a terminal of `width` columns."""
-    rows: list[tuple[str, ...]] = [Row._fields]
-    starts: dict[int, Line] = {}
-    for line in found.lines:
-        times = {
-            "time": (line.planned_seconds, line.measured),
-            "waiting": (line.planned_waits, line.waits),
-        }
-        shown = {what: [in_seconds(x) if x else "" for x in both] for what, both in times.items() if any(both)}
-        of_line = [Row(planned, "", measured, what=what) for what, (planned, measured) in shown.items()]
-        if of_line := of_line + line.operations():
-            starts[len(rows)] = line
-            rows += of_line
-    shown = [i for i, column in enumerate(zip(*rows, strict=True)) if i > 3 or any(column[1:])]
-    cells = align([[row[i] for i in shown] for row in rows], {shown.index(i) for i in shown if i < 4})
-    blocks = []
-    if step := found.compiled:
-        mesh = " ".join(f"{axis}={size}" for axis, size in step.mesh.items())
-        blocks.append(f"{step.name} on {step.devices} devices{mesh and f', {mesh}'}; what one device does in a step")
-        blocks += [f"{title} {step.total(kind)}" for kind, title in KINDS.items()]
-    blocks += ["", f"  {cells[0]}"]
-    for i, cell in enumerate(cells[1:], 1):
-        if i in starts:
-            blocks.append(fit(f"{starts[i].place}  {starts[i].text}".rstrip(), width))
-        blocks.append(fit(f"  {cell}", width))
-    if any(line.place.startswith("~") for line in starts.values()):
-        blocks.append("\n~ the compiler dropped the line; it is that of a neighboring operation")
-    return "\n".join(blocks)

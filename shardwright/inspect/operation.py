@@ -22,7 +22,7 @@ class Operation(NamedTuple):
 
     Attributes:
         kind: matmul; attention, by a kernel of its own; memory, for fused operations and pure moves; collective; kept,
-            for an array that the backward pass reads; or other.
+            for an array that the backward pass reads, which only a plan has; or other.
         what: sizes of a matmul, name of a collective, or the array that is made.
         line: as in lines.Site.
         phase: "forward", "backward", "again" for what the backward pass recomputes of the forward pass, or "".
@@ -48,7 +48,7 @@ class Operation(NamedTuple):
     Compiled:
         where: loops around it, outermost first, and "again" for what is recomputed.
         section: index of its section in the table.
-        turns: number of turns of the loops in a step; 1 for a kept array, which has the entries of all turns.
+        turns: number of turns of the loops in a step.
         sometimes: True if it is conditional, so a device may do fewer than are counted.
         overlapped: for a collective, True if the program computes between its start and its end. None: it has no start
             and end.
@@ -98,7 +98,7 @@ class Operation(NamedTuple):
         if self.kind == "collective":
             overlapped = {None: "", True: ", overlapped", False: ", not overlapped"}[self.overlapped]
             return f"{self.what} {' '.join(self.axes) or '?'}{overlapped}"
-        return f"kept {self.what}" if self.kind == "kept" else f"{self.what} {self.dtype}".strip()
+        return f"{self.what} {self.dtype}".strip()
 
 
 def amount(kind: str, size: float) -> str:

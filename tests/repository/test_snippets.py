@@ -28,7 +28,7 @@ RUN_BY = {
     "models.md": "train/test_own_model.py",
     "ops.md": "shardlib/test_op_examples.py",
     "other-trainers.md": "repository/test_snippets.py",
-    "parallelism.md": "tools/test_schedule_tool.py",
+    "parallelism.md": "shardlib/test_schedule_page.py",
     "sharding-types.md": "shardlib/test_sharding_types_doc.py",
     "soundness.md": "inspect/test_selection.py",
 }

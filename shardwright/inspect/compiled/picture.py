@@ -10,7 +10,7 @@ from shardwright.inspect.operation import Operation, amount
 
 _WIDTH, _MARGIN, _INDENT, _LETTER = 1180, 16, 10, 7.3
 _AXES = {"r": "#cc79a7", "d": "#0072b2", "t": "#d55e00", "p": "#009e73", "e": "#8c6bb1", "c": "#7f6000"}
-_KINDS = {"matmul": "#333333", "kept": "#b8860b"}
+_KINDS = {"matmul": "#333333"}
 _PHASES = {
     "forward": ("#4c9f70", "forward"),
     "backward": ("#7b61a8", "backward"),
@@ -109,7 +109,7 @@ class _Picture:
             self.y += 6
 
     def line(self, rows: list[Operation], left: float) -> None:
-        """Draws a source line, and below it what it communicates, multiplies and keeps."""
+        """Draws a source line, and below it what it communicates and multiplies."""
         first = rows[0]
         right = _WIDTH - left
         place = len(self.parts)
@@ -134,10 +134,8 @@ class _Picture:
 
 
 def _words(row: Operation) -> str:
-    size = amount(row.kind, row.size)
-    if row.count == 1:
-        return f"{row.words}: {size}"
-    return f"{row.words}: {size}{' each' if row.kind == 'kept' else ''} × {row.count}"
+    size = f"{row.words}: {amount(row.kind, row.size)}"
+    return size if row.count == 1 else f"{size} × {row.count}"
 
 
 def _width(colours: list[str], words: str) -> float:

@@ -1,4 +1,4 @@
-"""Reads a compiled step by source line: what each line communicates, multiplies, keeps for the backward pass."""
+"""Reads a compiled step by source line: what each line communicates and multiplies."""
 
 import collections
 import contextlib
@@ -30,7 +30,6 @@ class _Walk:
         self.sections: list[Section] = []
         # For each section, in program order: the work of a line in a phase, and the sections inside it.
         self.items: list[dict[Any, collections.Counter[Operation] | Any]] = []
-        self.section_of: dict[str, int] = {}  # of each computation
         self.line_of: dict[str, str | None] = {}  # of each instruction
         self.communicating: set[str] = set()  # instructions
         self.chains: set[str] = set()  # of collectives in parts
@@ -39,10 +38,6 @@ class _Walk:
         program = self.program
         name = program.name.removeprefix("jit_")
         self.fill(self.open(Section("program", name, 1, -1)), program.entry)
-        for computation in [*self.section_of]:
-            for maker, line, shape in self.places.saved_for_backward(program.computations[computation]):
-                work = self.work(self.section_of[maker], line, "forward")
-                work[Operation("kept", str(shape), size=shape.bytes, dtype=shape.dtype)] += 1
         rows = [*self.rows(0)]
         source = _source(self.places.files, {row.line.removeprefix("~") for row in rows}, newest)
         of_operations = self.line_of, self.communicating
@@ -57,13 +52,8 @@ class _Walk:
             self.items[section.parent][number] = None
         return number
 
-    def work(self, section: int, line: str, phase: str) -> collections.Counter[Operation]:
-        """The counter of a line's work in a section and a phase, for adding to it."""
-        return self.items[section].setdefault((line or WITHOUT_LINE, phase), collections.Counter())
-
     def fill(self, section: int, computation: Computation) -> None:
         """Puts the operations of a computation into a section, by line."""
-        self.section_of[computation.name] = section
         for instruction in computation.instructions.values():
             opcode = instruction.opcode
             called = [self.program.computations[name] for name in instruction.called]
@@ -97,7 +87,8 @@ class _Walk:
         """Adds an operation to the line that it comes from."""
         origin = self.places.locate(computation, instruction)
         works = works_of(self.program, computation, instruction, self.chains)
-        self.work(section, origin.line, origin.phase).update(works or [Operation("other", "")])
+        of_line = self.items[section].setdefault((origin.line or WITHOUT_LINE, origin.phase), collections.Counter())
+        of_line.update(works or [Operation("other", "")])
         self.line_of[instruction.name] = origin.line or WITHOUT_LINE
         if any(work.kind == "collective" for work in works):
             self.communicating.add(instruction.name)
@@ -117,9 +108,7 @@ class _Walk:
             where = f"{place}, again" if phase == "again" else place
             at = {"line": line, "phase": phase, "where": where, "section": number}
             for work, count in works.items():
-                if work.kind != "kept":
-                    work = work._replace(turns=turns, sometimes=sometimes)
-                yield work._replace(count=count, **at)
+                yield work._replace(count=count, turns=turns, sometimes=sometimes, **at)
 
 
 def _source(files: Mapping[str, str], names: set[str], newest: float) -> dict[str, str]:

@@ -10,7 +10,6 @@ from shardwright.inspect.operation import Operation, amount
 KINDS = {
     "collective": "Collectives: a device sends",
     "matmul": "Matmuls: a device multiplies",
-    "kept": "Kept for the backward pass",
 }
 _ROW = {
     **dict.fromkeys(("line", "where", "phase", "kind", "what", "dtype", "axes"), str),

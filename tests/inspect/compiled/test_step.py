@@ -11,15 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 from shardwright.cluster.devices import make_mesh
-from shardwright.inspect.by_line import ByLine, as_text, lines_of
 from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.compiled.table import CompiledStep, read_table
-from shardwright.inspect.tables import in_bytes, in_flops
 from shardwright.models import gpt2
 from shardwright.run.files import write_json
 from tests.support import step_text, tiny
-from tests.support.hlo_texts import HEAD, TEXT
+from tests.support.hlo_texts import TEXT
 from tests.support.step_text import table_of
 
 MESH = {"d": 2, "t": 2}
@@ -282,49 +280,7 @@ def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatch
     }
 
 
-@pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.long)])
-def test_what_save_for_backward_marks_is_kept_at_its_line(dtype):
-    _, table = training_step("d=4 t=2", **({} if dtype == "f32" else {"compute_dtype": dtype}))
-    with open(step_text.tiny.train.__file__) as file:
-        lines = file.read().splitlines()
-    layer = [next(i for i, line in enumerate(lines) if f"def {name}(" in line) for name in ("layer", "logits")]
-    marked = {f"train.py:{i + 1}" for i in range(*layer) if re.search(r"save_for_backward\((?!.*cheap=)", lines[i])}
-    kept = [row for row in table.of("kept") if row.where == "layers, forward" and row.line in marked]
-    assert {row.line for row in kept} == marked
-    assert len(kept) == len(marked)
-    c = tiny.model()
-    hidden = f"{dtype}[{c.layers},{tiny.BATCH // 4},{tiny.LENGTH},{c.d_ff // 2}]"
-    assert sum(row.what == hidden for row in kept) == 2
-    assert all(row.what.startswith(f"{dtype}[{c.layers},") for row in kept)
-
-
-# ---- the table as text --------------------------------------------------------------------------------------------
-
-
-def as_lines(table: CompiledStep, width: int) -> list[str]:
-    return as_text(ByLine(lines_of(table), table, []), width).splitlines()
-
-
-@pytest.mark.quick
-def test_the_table_as_text():
-    table = dataclasses.replace(table_of(TEXT, MESH), source={"train.py:20": "y = x @ w"})
-    assert as_lines(table, 100) == [
-        "f on 4 devices, d=2 t=2; what one device does in a step",
-        "Collectives: a device sends 960 B",
-        "Matmuls: a device multiplies 2.05 kFLOP",
-        "Kept for the backward pass 0 B",
-        "",
-        "    compiled  number  what                      where",
-        "train.py:10",
-        "       320 B   1 × 5  reduce-scatter d          loop in f",
-        "       320 B   1 × 5  all-gather d              loop in f",
-        "       128 B       1  all-gather t, overlapped  outside of loops",
-        "train.py:20  y = x @ w",
-        "       192 B       1  all-reduce d t            outside of loops",
-        "  2.05 kFLOP       1  8×8×16 f32                outside of loops",
-    ]
-    assert [in_bytes(n) for n in (7, 1536, 3 * 2**40)] == ["7 B", "1.50 KiB", "3072 GiB"]
-    assert [in_flops(n) for n in (7, 1500, 2e13)] == ["7 FLOP", "1.50 kFLOP", "20.0 TFLOP"]
+# ---- the table in a file ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -361,64 +317,11 @@ def test_lines_of_files_that_changed_since_are_left_out(tmp_path):
     assert describe(program, changed - 1).source == {}
 
 
-SLOTS = """
-%body (c: (s32[], f32[3,8], f32[3,8])) -> (s32[], f32[3,8], f32[3,8]) {
-  %c = (s32[], f32[3,8], f32[3,8]) parameter(0)
-  %i = s32[] get-tuple-element(%c), index=0
-  %slots = f32[3,8] get-tuple-element(%c), index=1
-  %others = f32[3,8] get-tuple-element(%c), index=2
-  %x = f32[8] broadcast(%i), dimensions={}
-  %saved = f32[8] tanh(%x), metadata={op_name="jit(f)/while/body/jvp()/tanh" stack_frame_id=3}
-  %row = f32[1,8] bitcast(%saved), metadata={op_name="jit(f)/while" stack_frame_id=2}
-  %put = f32[3,8] dynamic-update-slice(%slots, %row, %i, %i), metadata={op_name="jit(f)/while/dynamic_update_slice" stack_frame_id=2}
-  %row2 = f32[1,8] broadcast(%i), dimensions={}, metadata={op_name="jit(f)/while/body/iota" stack_frame_id=3}
-  %put2 = f32[3,8] dynamic-update-slice(%others, %row2, %i, %i)
-  ROOT %t = (s32[], f32[3,8], f32[3,8]) tuple(%i, %put, %put2)
-}
-
-ENTRY %main (a: (s32[], f32[3,8], f32[3,8])) -> (s32[], f32[3,8], f32[3,8]) {
-  %a = (s32[], f32[3,8], f32[3,8]) parameter(0)
-  ROOT %loop = (s32[], f32[3,8], f32[3,8]) while(%a), condition=%body, body=%body, metadata={op_name="jit(f)/while" stack_frame_id=2}
-}
-"""  # noqa: E501
-
-
-@pytest.mark.quick
-def test_slots_that_a_loop_over_both_passes_carries():
-    """As a pipeline has them: of two stacks, the one into which the forward pass puts something."""
-    (row,) = table_of(HEAD + SLOTS).of("kept")
-    assert (row.line, row.what, row.total, row.where) == ("train.py:20", "f32[3,8]", 96, "loop in all_gather")
-
-
-PUT = "%put = f32[3,8] dynamic-update-slice(%slots, %row, %i, %i)"
-TO_HOST = """
-%stacked (p: f32[3,8], q: f32[1,8], n: s32[]) -> f32[3,8] {
-  %p = f32[3,8]{1,0:S(5)} parameter(0)
-  %q = f32[1,8] parameter(1)
-  %n = s32[] parameter(2)
-  ROOT %update = f32[3,8]{1,0:S(5)} dynamic-update-slice(%p, %q, %n, %n)
-}
-"""
-
-
-@pytest.mark.quick
-def test_a_stack_in_the_hosts_memory_has_the_line_of_its_rows():
-    """As XLA for GPUs writes training.save=offload."""
-    put = (
-        "%put-start = ((f32[3,8]{1,0:S(5)}, f32[1,8], s32[]), f32[3,8]{1,0:S(5)}, u32[]) fusion-start(%slots, %row, "
-        "%i), kind=kCustom, calls=%stacked\n  %put = f32[3,8]{1,0:S(5)} fusion-done(%put-start)"
-    )
-    row = '%row = f32[1,8] bitcast(%saved), metadata={op_name="jit(f)/while'
-    text = SLOTS.replace(PUT, put).replace(row, row + "/body/jvp()/closed_call")
-    assert table_of(HEAD + TO_HOST + text).of("kept") == table_of(HEAD + SLOTS).of("kept")
-
-
 @pytest.mark.quick
 def test_a_line_that_the_compiler_dropped_is_marked():
     text = TEXT.replace('metadata={op_name="jit(f)/dot_general" stack_frame_id=4}', "metadata={stack_frame_id=3}")
     (row,) = table_of(text, MESH).of("matmul")
     assert row.line == "~train.py:10"
-    assert "~ the compiler dropped the line" in as_lines(table_of(text, MESH), 120)[-1]
 
 
 def test_lines_of_a_project_have_their_text_too(tmp_path, monkeypatch):
