@@ -8,6 +8,7 @@ kill, the same command resumes and writes the same bytes.
 
 import dataclasses
 import functools
+import glob
 import hashlib
 import itertools
 import json
@@ -104,11 +105,9 @@ class Settings:
     max_bad_rows: int = within(0, 2**50, 0)
     """Most bad rows to skip in a split's files, each reported with its file and line: rows that are not JSON, not
     UTF-8, or have no text in `text_field`. One more ends the program."""
-    num_shards: int = within(1, 100_000, 1)
-    """Number of shards, at most the number of files, each tokenized by a process with its own `shard`. Without `shard`,
-    the program verifies the shards and merges them into what one process would write."""
-    shard: int | None = within(0, 100_000, None)
-    """Number of the shard to tokenize, from 0, into `<out>.shards/<shard>-of-<num_shards>`."""
+    parts: list[str] = a_path(default_factory=list)
+    """Datasets that this program wrote, paths or globs, to join in this order in place of a source. All must have the
+    same tokenizer."""
     num_workers: int | None = within(1, 2**10, None)
     """Number of tokenizing processes, at least 1. Null: one per core, but on two cores one, except with tiktoken. With
     1, this process tokenizes. The result does not depend on it."""
@@ -121,13 +120,15 @@ def run(config: Settings) -> None:
         ValueError: a setting is out of range, missing or contradicts another; a source or tokenizer is missing or
             not usable; or a split exists already, or was started with other settings.
     """
+    if config.parts:
+        join_parts(config)
+        return
     names = [name for name in SPLITS if getattr(config, name) is not None]
     if not names:
         raise ValueError("train and validation are both null: nothing to write.")
     opened = {name: open_source(config, name) for name in names}
     found = {name: files for name, (_, _, files) in opened.items()}
     check_overlap(config, found)
-    config = dataclasses.replace(config, out=path_of(config, config.shard))
     root = flat_tokens.open_kvstore(config.out)
     begun = flat_tokens.unfinished_settings(config.out)
     chosen = result_settings(config, found)
@@ -139,6 +140,8 @@ def run(config: Settings) -> None:
         special = ", ".join(sorted(tokenizer.special)[:10]) or "none"
         warning = "warning: tokenizer.end_token is null, so a model cannot learn where a document ends. Special tokens:"
         print(f"{warning} {special}. Give one as 'tokenizer.end_token=\"<name>\"'.", file=sys.stderr, flush=True)
+    if lost := tokenizer.find_loss():
+        print(f"warning: the tokenizer changes text: {lost[0]!r} becomes {lost[1]!r}", file=sys.stderr, flush=True)
     definition = tokenizer.definition or ""
     if before not in (None, tokenizer.definition):
         other = f"{config.out}/tokenizer.json is not the tokenizer of the settings. All splits of a dataset must have"
@@ -149,17 +152,14 @@ def run(config: Settings) -> None:
     for name, files in found.items():
         print("\n".join(files.described(name)), flush=True)
     settings = chosen | {"tokenizer.json": hashlib.sha256(definition.encode()).hexdigest()}
-    with flat_tokens.work_on(config.out, settings, names, config.overwrite, free=["num_shards"]) as resuming:
+    with flat_tokens.work_on(config.out, settings, names, config.overwrite) as resuming:
         root.write("tokenizer.json", definition.encode()).result()
         for name in names:
             if resuming and flat_tokens.is_there(root, name):
                 print(f"{config.out}/{name}: complete", flush=True)
                 continue
-            shards = config.num_shards if config.shard is None else 1
-            write = write_split if shards == 1 else merge_split
-            print(write(config, name, opened[name][:2], tokenizer, settings), flush=True)
-    if config.shard is None:
-        print(next_steps(config, tokenizer, flat_tokens.is_there(root, "validation")), flush=True)
+            print(write_split(config, name, opened[name][:2], tokenizer), flush=True)
+    print(next_steps(config, tokenizer, flat_tokens.is_there(root, "validation")), flush=True)
 
 
 def next_steps(config: Settings, tokenizer: Tokenizer, has_validation: bool) -> str:
@@ -178,7 +178,7 @@ def next_steps(config: Settings, tokenizer: Tokenizer, has_validation: bool) -> 
 def result_settings(config: Settings, found: dict[str, Found]) -> dict[str, Any]:
     """Returns all settings that the result depends on, except a trained tokenizer, as JSON values by name."""
     settings = flat(dataclasses.asdict(config))
-    for free in ("out", "overwrite", "num_workers", "max_bad_rows", "shard"):
+    for free in ("out", "overwrite", "num_workers", "max_bad_rows", "parts"):
         del settings[free]
     for name, files in found.items():
         local = [path for path in files.paths if getattr(config, name).files and "://" not in path]
@@ -219,9 +219,6 @@ def open_source(config: Settings, name: str) -> tuple[str, Any, Found]:
     hub = config.dataset, config.dataset_config, split.source
     options: dict[str, Any] = {"revision": config.dataset_revision, "separator": config.text_separator}
     where, data, found = sources.open_text(name, *hub, split.files, config.text_field, **options)
-    if config.num_shards > 1 or config.shard is not None:
-        check_shards(config, name, data.num_shards)
-        data = data if config.shard is None else data.shard(config.num_shards, config.shard)
     if split.skip_documents:
         data = data.skip(split.skip_documents)
     return where, data if split.max_documents is None else data.take(split.max_documents), found
@@ -253,18 +250,15 @@ def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
 # ---- a split ------------------------------------------------------------------------------------------------------
 
 
-def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> tuple[np.ndarray, int, list[tuple[str, str]]]:
-    """Encodes the documents of a block for flat-tokens. Also counts those without tokens, and finds changed ones."""
+def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> tuple[np.ndarray, int]:
+    """Encodes the documents of a block for flat-tokens. Also counts those without tokens."""
     texts, _ = item
-    encoded = tokenizer.encode(texts)
-    ids, lengths = encoded
+    ids, lengths = tokenizer.encode(texts)
     kept = lengths[lengths > 0]
-    return flat_tokens.mark_starts(ids, kept), len(texts) - kept.size, tokenizer.find_changes(texts, encoded)
+    return flat_tokens.mark_starts(ids, kept), len(texts) - kept.size
 
 
-def write_split(
-    config: Settings, name: str, source: tuple[str, Any], tokenizer: Tokenizer, settings: dict[str, Any]
-) -> str:
+def write_split(config: Settings, name: str, source: tuple[str, Any], tokenizer: Tokenizer) -> str:
     """Writes a split or the rest of it; returns a line that summarizes it.
 
     Args:
@@ -272,7 +266,6 @@ def write_split(
         name: of the split.
         source: the name and documents that `open_source` returned.
         tokenizer: of all splits.
-        settings: what `result_settings` returned.
 
     Raises:
         ValueError: the source, the tokenizer or flat_tokens.Writer raises it, or the split has no tokens.
@@ -283,15 +276,13 @@ def write_split(
     num_workers = config.num_workers or (1 if cores <= 2 and tokenizer.encoding is None else cores)
     most = sys.maxsize if split.max_tokens is None else split.max_tokens
     with flat_tokens.Writer(config.out, name, resume=True) as writer:
-        done = {"place": None, "num_empty": 0, "num_changed": 0, "example": None} | (writer.place or {})
+        done = {"place": None, "num_empty": 0} | (writer.place or {})
         blocks = sources.blocks(*source, config.text_field, done["place"], config.max_bad_rows)
         results = map_in_order(functools.partial(tokenize, tokenizer), blocks, num_workers)
         saved = time.monotonic()
-        for (_, done["place"]), (encoded, num_empty, changes) in results:
+        for (_, done["place"]), (encoded, num_empty) in results:
             writer.append_encoded(encoded[: most - writer.num_tokens])
             done["num_empty"] += num_empty
-            done["num_changed"] += len(changes)
-            done["example"] = done["example"] or next(iter(changes), None)
             if writer.num_tokens == most:
                 break
             if time.monotonic() - saved >= STATE_SECONDS:
@@ -303,24 +294,17 @@ def write_split(
         tokens = writer.num_tokens
         documents = writer.num_documents
         empty = done["num_empty"]
-        if tokens == 0 and config.shard is None:  # others may have some
+        if tokens == 0:
             raise ValueError(
                 f"{name}: the source has no text; {empty} empty documents. Check text_field and the source."
             )
         bad = (done["place"] or {"bad_rows": 0})["bad_rows"]  # no place: no row
         writer.attributes.update(attributes_of(config, name, tokenizer, bad))
-        if config.shard is not None:
-            writer.attributes["shard"] = identity_of(config, config.shard, settings)
     notes = [f"{writer.path}: {tokens:,} tokens in {documents:,} documents"]
     if bad:
         notes.append(f"{bad:,} bad rows skipped")
     if empty:
         notes.append(f"{empty:,} empty documents skipped")
-    if done["example"]:
-        before, after = done["example"]
-        notes.append(
-            f"the tokenizer changed {done['num_changed']:,} documents; an example: {before!r} became {after!r}"
-        )
     if split.max_tokens is not None and tokens < most:
         notes.append(f"the source ended before max_tokens={most:,}")
     return "; ".join(notes)
@@ -334,89 +318,44 @@ def attributes_of(config: Settings, name: str, tokenizer: Tokenizer, bad_rows: i
     return {"tokenizer": about, "source": files, "bad_rows": bad_rows}
 
 
-# ---- shards -------------------------------------------------------------------------------------------------------
+# ---- parts --------------------------------------------------------------------------------------------------------
 
 
-def path_of(config: Settings, shard: int | None) -> str:
-    """Returns the path of the dataset of a shard; None: of the whole."""
-    return config.out if shard is None else f"{config.out.rstrip('/')}.shards/{shard:05}-of-{config.num_shards:05}"
-
-
-def identity_of(config: Settings, shard: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the attributes that identify a shard. Lists, which may name all files, are replaced by checksums."""
-    found = {"shard": shard, "of": config.num_shards} | settings
-    for name, value in found.items():
-        if isinstance(value, list):
-            found[name] = hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-    return found
-
-
-def check_shards(config: Settings, name: str, num_files: int) -> None:
-    """Raises ValueError if a split of `num_files` files cannot be tokenized in these shards."""
-    split = getattr(config, name)
-    whole = [x for x in ("skip_documents", "max_documents", "max_tokens") if getattr(split, x)]
-    if whole or config.tokenizer.kind == "train_bpe":
-        one = f"{name}.{whole[0]}" if whole else "tokenizer.kind=train_bpe"
-        raise ValueError(f"{one} needs all text in one process. Remove it or num_shards={config.num_shards}.")
-    if config.dataset is not None and config.dataset_revision is None and not os.path.exists(config.dataset):
-        raise ValueError(
-            f"dataset={config.dataset} may change from one shard to the next. Give dataset_revision=<commit or tag>."
-        )
-    if not max(2, (config.shard or 0) + 1) <= config.num_shards <= num_files:
-        raise ValueError(
-            f"shard={config.shard} num_shards={config.num_shards}, but {name} has {num_files} files: set num_shards "
-            "from 2 to that number, and shard from 0 to num_shards - 1. Write a split of few files in a separate run."
-        )
-
-
-def merge_split(config: Settings, name: str, _: tuple[str, Any], tokenizer: Tokenizer, settings: dict[str, Any]) -> str:
-    """Verifies the shards and merges them into a split, or resumes that; returns a line that summarizes it.
-
-    Args:
-        config: the settings.
-        name: of the split.
-        tokenizer: of all splits.
-        settings: what `result_settings` returned.
+def join_parts(config: Settings) -> None:
+    """Joins the datasets `config.parts` into one.
 
     Raises:
-        ValueError: a shard is missing, damaged, or has another number, settings or files; or none has tokens.
+        ValueError: a pattern matches nothing, a dataset is damaged, they have different tokenizers, or a split exists
+            already.
     """
-    paths = [path_of(config, shard) for shard in range(config.num_shards)]
-    bad = 0
-    faults = []
-    for shard, path in enumerate(paths):
-        try:
-            found = flat_tokens.Reader(path, name).attributes
-        except ValueError as error:
-            faults.append(str(error))
-            continue
-        expected = identity_of(config, shard, settings)
-        had = found.get("shard", {})
-        faults += [
-            f"{path}/{name} was made with {x} {had.get(x)}, not {expected[x]}."
-            for x in expected
-            if had.get(x) != expected[x]
-        ][:1]
-        bad += found.get("bad_rows", 0)
-    if faults:
-        raise ValueError(
-            "\n".join([f"{len(faults)} of {len(paths)} shards cannot be merged. Delete and rewrite them:", *faults])
-        )
-    if bad > config.max_bad_rows:
-        raise ValueError(f"{name}: its shards skipped {bad} bad rows, more than max_bad_rows={config.max_bad_rows}.")
-    with flat_tokens.Writer(config.out, name, resume=True) as writer:
-        saved = time.monotonic()
-        for shard in range(writer.place or 0, len(paths)):
-            writer.append_split(flat_tokens.Reader(paths[shard], name))
-            if time.monotonic() - saved >= STATE_SECONDS:
-                writer.save(shard + 1)
-                saved = time.monotonic()
-        if writer.num_tokens == 0:
-            raise ValueError(f"{name}: the source has no text. Check text_field and the source.")
-        writer.attributes.update(attributes_of(config, name, tokenizer, bad))
-        return (
-            f"{writer.path}: {writer.num_tokens:,} tokens in {writer.num_documents:,} documents of {len(paths)} shards"
-        )
+    paths = []
+    for pattern in config.parts:
+        found = [pattern] if "://" in pattern else sorted(glob.glob(pattern))
+        if not found:
+            raise ValueError(f"parts has {pattern!r}, which matches nothing. Give datasets, or patterns of paths.")
+        paths += found
+    definitions = {path: flat_tokens.read_file(flat_tokens.open_kvstore(path), "tokenizer.json") for path in paths}
+    definition = definitions[paths[0]]
+    if definition is None:
+        raise ValueError(f"{paths[0]} has no tokenizer.json, so it isn't a dataset of this program. Correct the path.")
+    if odd := [path for path in paths if definitions[path] != definition]:
+        raise ValueError(f"{odd[0]} has another tokenizer.json than {paths[0]}. Write both with the same tokenizer.")
+    root = flat_tokens.open_kvstore(config.out)
+    first = flat_tokens.open_kvstore(paths[0])
+    names = [name for name in SPLITS if flat_tokens.is_there(first, name)]
+    with flat_tokens.work_on(config.out, {"parts": paths}, names, config.overwrite) as resuming:
+        root.write("tokenizer.json", definition).result()
+        for name in names:
+            if resuming and flat_tokens.is_there(root, name):
+                continue
+            with flat_tokens.Writer(config.out, name) as writer:
+                readers = [flat_tokens.Reader(path, name) for path in paths]
+                for reader in readers:
+                    writer.append_split(reader)
+                bad = sum(reader.attributes.get("bad_rows", 0) for reader in readers)
+                kept = {"tokenizer": readers[0].attributes.get("tokenizer"), "source": paths, "bad_rows": bad}
+                writer.attributes.update(kept)
+            print(f"{writer.path}: {writer.num_tokens:,} tokens in {writer.num_documents:,} documents", flush=True)
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def test_a_home_directory_is_expanded_in_all_paths(monkeypatch):
 
 
 ABOUT_A_FILE = {"text_separator", "export_interval", "report", "compilation_cache"}
-ABOUT_A_FILE |= {"model_name", "max_bad_rows", "num_shards", "dtype"}
+ABOUT_A_FILE |= {"model_name", "max_bad_rows", "dtype"}
 """Settings whose docstrings speak of files, and which are none. compilation_cache expands its own, and that of JAX."""
 
 

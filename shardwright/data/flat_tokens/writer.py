@@ -10,7 +10,7 @@ import fcntl
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -289,9 +289,7 @@ def unfinished_settings(out: str) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def work_on(
-    out: str, settings: Mapping[str, Any], splits: list[str], overwrite: bool, free: Sequence[str] = ()
-) -> Iterator[bool]:
+def work_on(out: str, settings: Mapping[str, Any], splits: list[str], overwrite: bool) -> Iterator[bool]:
     """Context for writing a dataset. Gives True if it resumes earlier work.
 
     Locks a local dataset if its file system has locks. A clean exit finishes the dataset and deletes the settings and
@@ -302,7 +300,6 @@ def work_on(
         settings: JSON values by name, all that the result depends on.
         splits: names of the splits that will be written.
         overwrite: True to replace existing splits, and to restart work that was started with other settings.
-        free: names of settings that do not affect the result.
 
     Raises:
         ValueError: another process writes it, a split exists already, or the work was started with other settings.
@@ -313,7 +310,7 @@ def work_on(
     def clear() -> None:
         root.delete_range(ts.KvStore.KeyRange("unfinished", "unfinishee")).result()
 
-    finished = json.dumps({name: value for name, value in settings.items() if name not in free}, indent=1).encode()
+    finished = json.dumps(settings, indent=1).encode()
     with _locked(out):
         before = unfinished_settings(out)
         if before is None and not overwrite and read_file(root, "finished.json") == finished:

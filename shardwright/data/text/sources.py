@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-import numpy as np
-
 from shardwright.data.hub import reading_hub
 from shardwright.data.text.files import Found, find_files, find_in_dataset, kind_of
 from shardwright.data.untrusted import POINTER_BYTES, check_pointer, decode, parse_json, refused, shown
@@ -172,13 +170,8 @@ class Files:
     most: int = sys.maxsize
 
     def __post_init__(self):
-        self.num_shards = len(self.paths)
         # Of the next row: its file, its row there, and the number of rows before it.
         self._position = 0, 0, 0
-
-    def shard(self, num_shards: int, index: int) -> "Files":
-        """Returns a contiguous part of the files."""
-        return replace(self, paths=np.array_split(self.paths, num_shards)[index].tolist())
 
     def skip(self, number: int) -> "Files":
         """Returns these files without their first rows."""

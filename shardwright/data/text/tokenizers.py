@@ -5,9 +5,7 @@ They treat text as plain: they add no special tokens around it, and recognize no
 
 import contextlib
 import functools
-import json
 import os
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -143,20 +141,20 @@ class Tokenizer:
             return self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
         return self._by_definition([text])[0]
 
-    def find_changes(self, texts: list[str], encoded: Encoded) -> list[tuple[str, str]]:
-        """Finds the documents that differ from what their tokens, which `encode` returned, decode to.
+    def find_loss(self) -> tuple[str, str] | None:
+        """Finds text that tokens do not keep, such as case, line breaks or characters without a token.
 
-        Returns the text around the first difference of each, and what it became.
+        Returns the first such part of PROBES, and what its tokens decode to; None if all are kept.
         """
-        if self.is_bytes or self.encoding is not None:
-            return []
-        loaded = load_definition(self.definition)
-        pairs = zip(texts, np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), strict=True)
-        if _keeps_nfc(self.definition or ""):
-            pairs = ((text, ids) for text, ids in pairs if SPACE in text or not unicodedata.is_normalized("NFC", text))
-        found = [(text, (ids if self.end is None else ids[:-1]).tolist()) for text, ids in pairs]
-        decoded = loaded.decode_batch([ids for _, ids in found], skip_special_tokens=False)
-        return [_first_difference(text, back) for (text, _), back in zip(found, decoded, strict=True) if back != text]
+        for text in PROBES if self.definition is not None and not self.is_bytes else ():
+            loaded = load_definition(self.definition)
+            back = loaded.decode(self.ids(text), skip_special_tokens=False)
+            if back != text:
+                shorter = min(len(text), len(back))
+                start = next((i for i in range(shorter) if text[i] != back[i]), shorter)
+                around = slice(max(0, start - 15), start + 25)
+                return text[around], back[around]
+        return None
 
     def ids(self, text: str) -> list[int]:
         """Encodes a text, without the end token. Raises ValueError if the tokenizer is unknown and there is text."""
@@ -178,32 +176,6 @@ class Tokenizer:
         whole = self.decode([*prompt, *ids])
         # A character may be split between the two.
         return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
-
-
-@functools.lru_cache(maxsize=1)
-def _keeps_nfc(definition: str) -> bool:
-    """Returns whether a tokenizer keeps any text in Unicode's composed form, except SPACE.
-
-    That is, it has tokens for all bytes, its normalizers change nothing else, and it reproduces PROBES.
-    """
-    loaded = load_definition(definition)
-    normalizer = json.loads(definition).get("normalizer") or {"normalizers": []}
-    parts = normalizer.get("normalizers", [normalizer])
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    vocab = loaded.get_vocab()
-    found = [loaded.encode(text, add_special_tokens=False).ids for text in PROBES]
-    return (
-        all(part["type"] in ("NFC", "Prepend") or part == spaces for part in parts)
-        and any(vocab.keys() >= {*of_bytes} for of_bytes in (BYTE_LETTERS.values(), _BYTES))
-        and (*loaded.decode_batch(found, skip_special_tokens=False),) == PROBES
-    )
-
-
-def _first_difference(text: str, back: str) -> tuple[str, str]:
-    shorter = min(len(text), len(back))
-    start = next((i for i in range(shorter) if text[i] != back[i]), shorter)
-    around = slice(max(0, start - 15), start + 25)
-    return text[around], back[around]
 
 
 @functools.lru_cache(maxsize=1)
