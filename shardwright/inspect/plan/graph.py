@@ -54,7 +54,6 @@ class Value:
         of: the value whose memory it shares, for an alias and for in-place writes.
         outer: for an input of the body of a loop or branch, the operand; None for a literal.
         of_host: True if it is in the memory of the device's host, and takes none of the device's.
-        literal: its number, where it stands for a literal; "" for others.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +64,6 @@ class Value:
     of: "Value | None" = None
     outer: "Value | None" = None
     of_host: bool = False
-    literal: str = ""
 
     @property
     def root(self) -> "Value":
@@ -103,7 +101,6 @@ class Node(NamedTuple):
         axes: axes of a collective.
         carried: for a scan, how many operands are constants of its body, and how many are carried.
         primitive: name of JAX's primitive.
-        literals: operands that are written as numbers, with their positions among the operands.
     """
 
     op: str
@@ -115,7 +112,6 @@ class Node(NamedTuple):
     axes: tuple[str, ...] = ()
     carried: tuple[int, int] = (0, 0)
     primitive: str = ""
-    literals: tuple[tuple[int, str], ...] = ()
 
 
 class Graph(NamedTuple):
@@ -183,7 +179,6 @@ class _Adding(Domain[Value | None]):
         # JAX moves part of a kernel's call out ahead of it; that part does not have queries, keys and values.
         is_kernel = name.startswith(KERNEL) and len(operands) > 2
         axes = tuple(axis for axis in axes_of(eqn) if self._sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
-        literals = tuple((i, str(x)) for i, x in enumerate(eqn.invars) if not is_variable(x))
 
         def rename(variables: Sequence, values: Sequence) -> list[Any]:
             return [_renamed(var, x, site) for var, x in zip(variables, values, strict=True)]
@@ -191,12 +186,9 @@ class _Adding(Domain[Value | None]):
         # XLA takes a scan of one turn out of its loop.
         if (called(eqn) and not is_kernel) or (op == "scan" and eqn.params["length"] == 1):
             body = called(eqn) or eqn.params["jaxpr"]
-            given = rename(body_of(body)[0].invars, ins)
-            _name_literals(given, literals)
-            return rename(eqn.outvars, interpret(body, self, given, at))
+            return rename(eqn.outvars, interpret(body, self, rename(body_of(body)[0].invars, ins), at))
         if op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and not axes) or _scales_fp8(op, ins):
             outs = rename(eqn.outvars, ins[: len(eqn.outvars)])
-            _name_literals(outs, [x for x in literals if x[0] < len(outs)])
             if op == "name":
                 _mark(outs[0].root, name, site)
             return outs
@@ -205,7 +197,7 @@ class _Adding(Domain[Value | None]):
         outs: list[Any] = [_value(var.aval, site) for var in eqn.outvars]
         kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
         carried = equations.scan_counts(eqn) if op == "scan" else (0, 0)
-        self.nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried, op, literals))
+        self.nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried, op))
         if op in _NAMED and operands:
             outs[0].name = operands[0].name
         if op in WRITING:
@@ -213,12 +205,6 @@ class _Adding(Domain[Value | None]):
         elif bodies:
             _write_in_place(self.nodes[-1], ins)
         return outs
-
-
-def _name_literals(values: list[Value], literals: Sequence[tuple[int, str]]) -> None:
-    """Records the numbers of the values at these positions."""
-    for i, literal in literals:
-        values[i].literal = literal
 
 
 def _scales_fp8(op: str, ins: list[Value | None]) -> bool:
