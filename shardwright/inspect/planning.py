@@ -11,19 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.tracing import tracing
 from shardwright.axes import AXES, axes_of_mesh, mesh_text
 from shardwright.cluster.chips import Chip, chip_for, chip_of, known
 from shardwright.cluster.devices import device_like, explicit_mesh
-from shardwright.data.untrusted import MEMORY
 from shardwright.inspect.plan.plan import Plan, plan_of
 from shardwright.inspect.plan.step import Facts, PlannedStep, step_of
 from shardwright.inspect.tables import in_bytes, in_seconds
 from shardwright.modeling.model import LanguageModel, load_model
-from shardwright.modeling.weights import count_layers, shapes_of
+from shardwright.modeling.weights import count_layers
 from shardwright.run.best_effort import best_effort, in_a_line
 from shardwright.run.checks import check_config
 from shardwright.run.config import Config, check_divides
@@ -179,7 +176,7 @@ def advice(c: Config, sizes: Mapping[str, int], now: Plan, most: int = 6) -> lis
 def plan_run(step: Step, steps: int, directory: Path) -> str | None:
     """Plans a run of this many steps, and writes plan.json to its directory.
 
-    Returns a line for the user; None if the chip is unknown, or a CPU with enough memory.
+    Returns a line for the user; None if the chip is unknown, or a CPU.
 
     Raises:
         ValueError: the step needs more memory than a device has, or hardware.chip is not a chip.
@@ -191,7 +188,7 @@ def plan_run(step: Step, steps: int, directory: Path) -> str | None:
     chip = chip_of(named) if named and not is_found else found  # a configuration is also taken to other chips
     sizes = dict.fromkeys(AXES, 1) | dict(mesh.shape)
     if chip is None or chip.name == NOT_MEASURED:
-        return _of_host(step, sizes, found) if found else None
+        return None
     try:
         plan = plan_of(planned_step(c, step.model, sizes, chip), chip, steps)
     except Exception as error:  # a plan cannot follow every model of users
@@ -211,27 +208,6 @@ def plan_run(step: Step, steps: int, directory: Path) -> str | None:
     by = [f"{change} makes it fit, with {in_seconds(change.plan.seconds)} a step" for change in best]
     by = by or ["Take more devices"]
     raise ValueError(f"{why}. {by[0]}; if the plan is wrong, hardware.chip=<YAML file with other memory_bytes>.")
-
-
-def _of_host(step: Step, sizes: Mapping[str, int], cpu: Chip) -> str | None:
-    """Warns if the devices that this host simulates need more memory than it has. Returns None if not, or unknown."""
-    t, model = step.config.training, step.config.model
-    tokens = t.batch_size * t.seq_len / t.microbatches
-    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes_of(step.model.table)))
-    least = 4 * (tokens * (model.vocab + 16 * model.layers * model.heads * model.d_head) + 4 * weights)
-    if least < MEMORY / 4:  # roughly: a plan takes a second
-        return None
-    try:
-        plan = plan_of(planned_step(step.config, step.model, sizes, cpu), cpu, 1)
-    except Exception:  # a plan cannot follow every model of users
-        return None
-    need = plan.step.peak * jax.local_device_count()
-    if need <= MEMORY:
-        return None
-    return (
-        f"WARNING    a step needs {in_bytes(need)}, and this host has {in_bytes(MEMORY)}: {_largest(plan)} on each of "
-        f"{jax.local_device_count()} devices. Take more training.microbatches, or a smaller batch or model."
-    )
 
 
 def _largest(plan: Plan) -> str:

@@ -55,17 +55,6 @@ def test_a_run_writes_its_plan(tmp_path):
     assert " of 1.00 GiB" in line
 
 
-def test_simulated_devices_that_need_more_than_the_host_has(tmp_path, monkeypatch):
-    """Before the step is compiled: the system ends a process that takes too much, without a word."""
-    need = jax.local_device_count() * peak_of(tiny.config())
-    monkeypatch.setattr(planning, "MEMORY", need - 1)
-    line = of_run(tiny.config(), tmp_path)
-    assert line.startswith("WARNING    a step needs ")
-    assert line.endswith("Take more training.microbatches, or a smaller batch or model.")
-    monkeypatch.setattr(planning, "MEMORY", need)
-    assert of_run(tiny.config(), tmp_path) is None
-
-
 def test_devices_of_unknown_numbers_have_no_plan(tmp_path):
     assert of_run(tiny.config(), tmp_path) is None
     c = tiny.config()

@@ -156,7 +156,4 @@ def test_a_fork_is_what_runs(installed, tmp_path):
     assert f"train.py: {fork}" in said
     (kept,) = (tmp_path / "runs/a/source").iterdir()
     assert any("jax.nn.gelu(" in path.read_text() for path in kept.glob("*train.py"))
-    (installed / "shardwright/optimizers/rates.py").write_text("edited\n")
-    said = shardwright(installed, tmp_path, "fork", "--diff")
-    assert re.search(r"^changed  Llama.layer$", said, re.MULTILINE)
-    assert "shardwright/optimizers/rates.py" in said
+    assert re.search(r"^\+.*jax\.nn\.gelu\(", shardwright(installed, tmp_path, "fork", "--diff"), re.MULTILINE)

@@ -248,8 +248,8 @@ def test_the_learning_rate_is_drawn_as_it_is(tmp_path):
     ("settings", "message"),
     [
         ({"sort": "speed"}, "sort is 'speed'; it must be one of loss, tokens/s"),
-        ({"output": "x.txt"}, r"output is x.txt; its name must end in .html or .md"),
-        ({"output": "{}/run/metrics.jsonl/x.md"}, r"x\.md cannot be written: .*\. Give output=<another file>"),
+        ({"output": "x.txt"}, r"output is x.txt; its name must end in .html"),
+        ({"output": "{}/run/metrics.jsonl/x.html"}, r"x\.html cannot be written: .*\. Give output=<another file>"),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path, settings, message):
@@ -271,12 +271,6 @@ def test_names_of_strangers_are_text_on_the_terminal(tmp_path):
     text = printed(run=str(tmp_path), output=str(tmp_path / "a.html"))
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
     assert "[bold]<script>" in text
-
-
-# ---- in Markdown ------------------------------------------------------------------------------------------------
-
-PLAN = {"tokens_per_second": 25.0, "mfu": 0.5, "peak_bytes": 2 * 2**30}
-PLAN |= {"seconds": 0.4, "seconds_low": 0.2, "seconds_high": 0.8}
 
 
 def test_no_word_is_broken_at_80_columns_and_each_figure_is_there(tmp_path):
@@ -305,22 +299,6 @@ def test_the_page_links_to_the_pages_of_the_runs(tmp_path):
     ]
 
 
-def report(tmp_path: Path, plan: str | None, devices: str = "1 x TPU v5 lite") -> list[str]:
-    run = write(tmp_path / "run", events=[MEMORY, END, BUBBLE])
-    if plan is not None:
-        (run / "plan.json").write_text(plan)
-    (run / "source" / "0000000000").mkdir(parents=True)
-    about = {
-        "python": "3.12",
-        "packages": {"jax": "0.10.2", "other": "1"},
-        "run": {"devices": devices},
-        "commit": "abc",
-    }
-    (run / "source" / "0000000000" / "provenance.json").write_text(json.dumps(about))
-    printed(run=str(run), output=str(tmp_path / "issue.md"))
-    return (tmp_path / "issue.md").read_text().splitlines()
-
-
 def test_the_last_start_in_the_log_has_the_provenance_though_the_clock_was_set_back(tmp_path):
     run = write(tmp_path / "run", events=[{"step": at, "event": "start", "unix_time": 1} for at in (0, 2)])
     for start, at in ((0, "2026-01-02"), (2, "2026-01-01")):
@@ -335,27 +313,3 @@ def test_exports_are_noted_and_one_that_was_made_later_did_not_fail(tmp_path):
     notes = read_run(write(tmp_path / "run", events=events)).notes
     assert "exports: 2, the last after step 4" in notes
     assert "exports failed: 1, the last after step 1: no space" in notes
-
-
-def test_planned_stands_beside_measured(tmp_path):
-    lines = report(tmp_path, json.dumps(PLAN))
-    assert lines[:2] == ["### run", ""]
-    # The plan has 10 tokens in 0.2 to 0.8 s.
-    for line in (
-        "| tokens/s | 25 (12 to 50) | 20 |",
-        "| MFU | 50.0% (25.0% to 100.0%) | 40.0% |",
-        "| memory | 2.00 GiB | 3.00 GiB |",
-    ):
-        assert line in lines
-    assert "| tokens/s | 25 | 20 |" in report(tmp_path / "no_range", json.dumps(PLAN | {"seconds_low": 0}))
-    for line in ("- device: `1 x TPU v5 lite`", "- versions: `Python 3.12, jax 0.10.2`", "- state: `stopped SIGTERM`"):
-        assert line in lines
-
-
-def test_on_a_cpu_mfu_is_said_to_say_little(tmp_path):
-    assert "| MFU | 40.0%, not meaningful: the peak of a CPU is measured |" in report(tmp_path, None, "1 x cpu")
-
-
-@pytest.mark.parametrize("plan", [None, "", "[1]", "{}", '{"tokens_per_s": "x", "mfu": [], "peak": null}'])
-def test_without_a_plan_there_is_no_column_for_it(tmp_path, plan):
-    assert report(tmp_path, plan)[2:5] == ["| | measured |", "|---|---|", "| loss | 1.000 |"]

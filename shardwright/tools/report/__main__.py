@@ -5,7 +5,6 @@
     python -m tools.report 'run=[runs/a,runs/b]' sort=tokens/s
     python -m tools.report run='runs/local_*' output=curves.html
     python -m tools.report run='[runs/base-*,runs/idea-*]'
-    python -m tools.report run=runs/<run> output=issue.md
 
 A run keeps its own page, report.html, up to date while it trains. Runs that are still training, or were killed, are
 shown up to their last step, with a note.
@@ -24,7 +23,6 @@ from shardwright.settings.program import run_program
 from shardwright.tools.report.comparing import Comparison, compare_runs
 from shardwright.tools.report.page import page
 from shardwright.tools.report.pairs import Pairs, pairs_of
-from shardwright.tools.report.planned import issue
 from shardwright.tools.report.reading import AVERAGED, find_runs, read_run
 from shardwright.tools.report.screen import print_line, print_table
 
@@ -40,8 +38,8 @@ class Settings:
     """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, idle, steps, time, wall,
     compile, or run. Null: loss, or bits/byte if the runs have other tokenizers."""
     output: str | None = a_path(None)
-    """The .html file to write, or an .md file with figures and provenance, to paste into an issue. Null: report.html in
-    the directory of the run, or in the one that all runs are in. An existing file is replaced."""
+    """The .html file to write. Null: report.html in the directory of the run, or in the one that all runs are in. An
+    existing file is replaced."""
 
 
 def side_by_side(columns: list[list[str]], width: int) -> list[list[list[str]]]:
@@ -93,8 +91,8 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     patterns = [config.run] if isinstance(config.run, str) else config.run
     if not isinstance(patterns, list) or not patterns or not all(x and isinstance(x, str) for x in patterns):
         raise ValueError(f"run is {config.run!r}; give directories or patterns: run=runs/<run>, run=[runs/a,runs/b].")
-    if config.output is not None and Path(config.output).suffix not in (".html", ".md"):
-        raise ValueError(f"output is {config.output}; its name must end in .html or .md.")
+    if config.output is not None and Path(config.output).suffix != ".html":
+        raise ValueError(f"output is {config.output}; its name must end in .html.")
     known = {directory: read_run(directory) for directory in find_runs(patterns)}
     c = compare_runs([*known.values()], config.sort)
     groups = [[known[directory] for directory in find_runs([pattern])] for pattern in patterns]
@@ -104,9 +102,8 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent
     output = Path(config.output) if config.output is not None else place / REPORT
     c.page = output
-    text = issue(c) if output.suffix == ".md" else page(c)
     try:
-        write_whole(output, text)
+        write_whole(output, page(c))
     except OSError as error:
         raise ValueError(f"{output} cannot be written: {error.strerror}. Give output=<another file>.") from error
     print_line(console, f"\nReport: {output}")

@@ -1,19 +1,14 @@
-"""Compares the predictions in a run's plan.json with measurements, for the page and to paste into an issue."""
+"""Compares the predictions in a run's plan.json with measurements."""
 
-import contextlib
 import math
 from typing import Any
 
-from shardwright.data.untrusted import number, one_line, read_object
+from shardwright.data.untrusted import number, read_object
 from shardwright.inspect.by_line import PLAN, newest
 from shardwright.tools.report.comparing import METRICS, Comparison
-from shardwright.tools.report.pairs import Pairs
-from shardwright.tools.report.reading import Run
 
 _PLANNED = {"tokens/s": "tokens_per_second", "MFU": "mfu", "memory": "peak_bytes"}
 """Key in plan.json of the predicted value of each metric."""
-PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
-"""Packages whose versions go into an issue."""
 
 
 def expected(plan: dict[str, Any], name: str) -> tuple[float, str]:
@@ -50,41 +45,3 @@ def _ratio(planned: float, measured: float) -> str:
     """Formats measured / planned; empty if one is unknown."""
     found = float(measured) / planned if planned > 0 and measured > 0 else math.nan
     return (f"{found:,.0f}" if found >= 100 else f"{found:.3g}") if math.isfinite(found) else ""
-
-
-def issue(c: Comparison) -> str:
-    """Writes, in Markdown for each run, a table of planned and measured values, and its provenance."""
-    pairs = ["```", *c.pairs.lines(), "```", ""] if isinstance(c.pairs, Pairs) else []
-    return "\n".join([*pairs, *(_of_run(c, run) for run in c.runs)])
-
-
-def _of_run(c: Comparison, run: Run) -> str:
-    facts, packages = (x if isinstance(x, dict) else {} for x in (run.about.get("run"), run.about.get("packages")))
-    plan: dict = {}
-    with contextlib.suppress(OSError, ValueError):
-        plan = read_object(run.directory / PLAN)
-    planned = {name: expected(plan, name)[1] for name in c.metrics if name in run.values}
-    column = any(planned.values())
-    lines = [
-        f"### {one_line(c.name(run), 80)}",
-        "",
-        f"| |{' planned |' * column} measured |",
-        f"|---|{'---|' * column}---|",
-    ]
-    for name in planned:
-        measured = c.metric(run, name)
-        if name == "MFU" and str(facts.get("devices", "")).endswith(" cpu"):
-            measured += ", not meaningful: the peak of a CPU is measured"
-        lines.append(f"| {name} | {f'{planned[name]} | ' * column}{measured} |")
-    versions = [f"Python {run.about.get('python')}", *(f"{x} {packages[x]}" for x in PACKAGES if x in packages)]
-    made = {
-        "device": facts.get("devices"),
-        "peak": facts.get("peak_source"),
-        "versions": ", ".join(versions),
-        "commit": run.about.get("commit"),
-        "commit of the project": run.about.get("project_commit"),
-        "settings": " ".join(map(str, run.about.get("overrides") or [])),
-        "state": "; ".join([f"{run.state} {run.why}".strip(), *run.notes]),
-    }
-    said = [f"- {key}: `{one_line(str(value), 400)}`" for key, value in made.items() if value]
-    return "\n".join([*lines, "", *said, ""])
