@@ -158,22 +158,16 @@ def program_of(step: Step) -> dict[str, Any]:
 
 
 def costs_of(c: Config, sizes: dict[str, int]) -> dict[str, Any]:
-    """What the plan says: seconds of a step and bytes at the peak; in `by_line` the same of each line.
-
-    `by_line` also has `most`, the most bytes of a line at any moment.
-    """
+    """What the plan says: seconds of a step and bytes at the peak; in `by_line` the same of each line."""
     plan = planned_change(c, sizes, chip_of(c.hardware.chip or NOT_MEASURED), {})
     found: dict[str, Any] = {"bytes": plan.step.peak, "memory_bytes": plan.chip.memory_bytes, "fits": plan.fits}
     if plan.chip.name != NOT_MEASURED:
         found["seconds"] = plan.seconds
-    by_line: dict[str, Any] = {name: collections.Counter() for name in ("seconds", "bytes", "most")}
+    by_line: dict[str, Any] = {name: collections.Counter() for name in ("seconds", "bytes")}
     for op in plan.rows:
         by_line["seconds"][op.line] += op.exposed
     for held in plan.step.held:
         by_line["bytes"][held.line or held.kind] += held.bytes
-        if not held.line:  # from begin to end
-            by_line["most"][held.kind] += held.bytes
-    by_line["most"].update(plan.step.most)
     return {**found, "by_line": by_line}
 
 
@@ -264,8 +258,6 @@ def compared(now: dict[str, Any], process: subprocess.Popen, roots: tuple[str, s
         return {"unknown": f"it cannot be checked: {last[-1]}"}
     if before["verdict"] == "rejected":
         return {"unknown": f"it cannot be checked: it is rejected there: {before['place']} {before['problem']}"}
-    if not isinstance(before["costs"]["by_line"].get("most"), dict):
-        return {"unknown": "its costs by line are those of another version of shardwright"}
     return {"difference": difference(now, before)}
 
 
@@ -302,25 +294,17 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"same_program": same_program, "lines": lines}
     found |= {"same_function": True} if same_program else functions_compared(now["results"], before.get("results", {}))
 
-    def grown(name: str) -> Mapping[str, float]:
-        """How much more each line has than before."""
-        of_line = collections.Counter[str](now["costs"]["by_line"][name])
-        for line, amount in before["costs"]["by_line"][name].items():
-            of_line[of_now(line)] -= amount
-        return of_line
-
     for name in ("seconds", "bytes"):
         if name not in now["costs"] or name not in before["costs"]:
             continue
         old, new = before["costs"][name], now["costs"][name]
         sign = 1 if new >= old else -1
-        by = {line: sign * amount for line, amount in grown(name).items()}
-        if name == "bytes":  # lines at peaks of different moments differ without a change
-            at_most = grown("most")
-            by = {line: min(amount, sign * at_most[line]) for line, amount in by.items()}
-        line = max(by, key=by.__getitem__, default="")
-        most = max(0.0, by.get(line, 0.0))
-        found[name] = {"before": old, "now": new, "line": line if most else "", "of_line": sign * most}
+        grown = collections.Counter[str](now["costs"]["by_line"][name])
+        for line, amount in before["costs"]["by_line"][name].items():
+            grown[of_now(line)] -= amount
+        line = max(grown, key=lambda line: sign * grown[line], default="")
+        changed = sign * grown[line] > 0
+        found[name] = {"before": old, "now": new, "line": line if changed else "", "of_line": changed * grown[line]}
     return found | {"parameters": now["parameters"] - before["parameters"]}
 
 

@@ -11,7 +11,7 @@ from shardwright.tools.check import compared, difference
 def result(lines: dict[int, str], costs: dict[str, float]) -> dict:
     return {
         "program": {"hash": str(lines), "lines": [("a.py", line, text) for line, text in lines.items()]},
-        "costs": {"seconds": sum(costs.values()), "by_line": {"seconds": costs, "bytes": {}, "most": {}}},
+        "costs": {"seconds": sum(costs.values()), "by_line": {"seconds": costs, "bytes": {}}},
         "parameters": 1,
         "results": {},
     }
@@ -50,7 +50,7 @@ def test_only_edited_lines_differ_wherever_the_source_lies(there):
         mine = [(f"{root}/src/b.py", i, f"x = {i}") for i in range(9)] + [(f"{root}/src/b.py", 9, text)]
         lines = sorted([*mine, *(("/k/library.py", i, f"y = {i}") for i in range(9))])
         own = [f"{root}/src/b.py:{i}" for i in range(9)]
-        costs = {"seconds": 9.0, "by_line": {"most": {}, "seconds": dict.fromkeys(own, 1.0)}}
+        costs = {"seconds": 9.0, "by_line": {"seconds": dict.fromkeys(own, 1.0)}}
         program = {"hash": text, "lines": lines}
         return {"verdict": "accepted", "program": program, "costs": costs, "parameters": 1, "results": {}}
 
@@ -58,24 +58,3 @@ def test_only_edited_lines_differ_wherever_the_source_lies(there):
     of: Any = compared(now, cast(Any, Ended(before)), ("/m/mine", there))["difference"]
     assert of["lines"] == ["/m/mine/src/b.py:9"]
     assert of["seconds"]["of_line"] == 0
-
-
-def test_the_memory_line_is_one_that_grew():
-    """Bytes at the peak and at most: the peak moves from line 1 to lines 2 and 3, of which 3 is as large as before."""
-    lines = {1: "x = loss(y)", 2: "y = a", 3: "z = b"}
-    before, now = result(lines, {}), result(lines, {})
-    before["costs"] |= {"bytes": 9}
-    before["costs"]["by_line"] |= {"bytes": {"a.py:1": 9}, "most": {"a.py:1": 9, "a.py:2": 2, "a.py:3": 7}}
-    now["costs"] |= {"bytes": 12}
-    now["costs"]["by_line"] |= {"bytes": {"a.py:2": 5, "a.py:3": 7}, "most": {"a.py:1": 9, "a.py:2": 5, "a.py:3": 7}}
-    assert difference(now, before)["bytes"] == {"before": 9, "now": 12, "line": "a.py:2", "of_line": 3}
-    assert difference(before, now)["bytes"] == {"before": 12, "now": 9, "line": "a.py:2", "of_line": -3}
-    now["costs"]["by_line"]["most"]["a.py:2"] = 2  # nothing grew: what there is lives longer
-    assert difference(now, before)["bytes"]["line"] == ""
-
-
-def test_costs_of_another_version_are_not_compared():
-    now, before = result({1: "x = 1"}, {}), result({1: "x = 1"}, {"a.py:1": 1.0})
-    before["costs"]["by_line"] = {"a.py:1": [1.0, 0.0, 0.0]}
-    found = compared(now, cast(Any, Ended(before | {"verdict": "accepted"})), ("/m", "/n"))
-    assert found == {"unknown": "its costs by line are those of another version of shardwright"}

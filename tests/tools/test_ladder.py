@@ -21,7 +21,6 @@ from shardwright.tools.ladder.coordinates import (
     ladder_of,
     limit_of,
     measure,
-    page,
     slope_of,
 )
 from shardwright.tools.ladder.scales import show_scales
@@ -76,13 +75,6 @@ def test_widths_multiply_the_base_and_depths_its_layers():
     assert sizes == [("width", 1, 16, 24, 2), ("width", 4, 64, 96, 2), ("depth", 3, 16, 24, 6)]
     assert {own.model.rope_base for *_, own in found} == {5.0}
     assert {(own.optimizer.warmup_steps, own.optimizer.schedule) for *_, own in found} == {(0, "constant")}
-
-
-def test_the_page_has_a_plot_of_each_value():
-    runs = [(n, [1.0, n, 2.0 * n]) for n in (1, 2, 4)]
-    text = page({("width", LOGITS): runs, ("width", f"{GRADIENT}embed"): runs})
-    assert f"{LOGITS}: +1.00 ± 0.00 GROWS" in text
-    assert text.count("<figure") == 2
 
 
 def test_scales_are_printed(capsys, monkeypatch):

@@ -19,9 +19,6 @@ _PHASES = {
 }
 _DARK, _QUIET, _OTHER_AXIS = "#202124", "#6b7075", "#56b4e9"
 _PAPER, _PALE, _EDGE, _LOOP = "#ffffff", "#fafafa", "#dadce0", "#1f3b73"
-_AT_NIGHT = {_DARK: "#e4e8ef", _QUIET: "#9aa5b8", _PAPER: "#1a1f28", _PALE: "#12151b", _EDGE: "#2c3442"}
-_AT_NIGHT |= {_LOOP: "#9db8f0", _KINDS["matmul"]: "#c8ccd2", _AXES["c"]: "#c9a227", _AXES["d"]: "#4aa8dc"}
-"""What these colors become where the reader prefers a dark page."""
 
 
 def colours_of(row: Operation) -> list[str]:
@@ -48,12 +45,8 @@ class _Picture:
         size = f'width="{_WIDTH}" height="{self.y + _MARGIN:.0f}" viewBox="0 0 {_WIDTH} {self.y + _MARGIN:.0f}"'
         font = 'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
-        night = [
-            f'[fill="{old}"] {{ fill: {new} }} [stroke="{old}"] {{ stroke: {new} }}' for old, new in _AT_NIGHT.items()
-        ]
-        style = f"<style>@media (prefers-color-scheme: dark) {{ {' '.join(night)} }}</style>"
         paper = f'<rect width="100%" height="100%" fill="{_PAPER}"/>'
-        return "\n".join([head, style, paper, *self.parts, "</svg>", ""])
+        return "\n".join([head, paper, *self.parts, "</svg>", ""])
 
     def text(self, x: float, y: float, text: str, size: int = 12, fill: str = _DARK, bold: bool = False) -> None:
         """Writes a text on one line, cut at the right margin."""

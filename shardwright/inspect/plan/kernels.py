@@ -6,13 +6,9 @@ the backward pass, or if it is a sum. For each array that a fusion makes, it rea
 array depends; two fusions that read the same array and do not depend on each other read it once.
 """
 
-import collections
 import dataclasses
-import functools
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 from shardlib.equations import REDUCTIONS
 from shardwright.inspect.operation import matmul_sizes
@@ -147,9 +143,6 @@ def _read_once(kernels: list[Kernel]) -> None:
 
 Held = list[tuple[Value, int]]
 """Arrays in memory at one moment, with their bytes."""
-Moments = Iterator[tuple[Kernel, Held]]
-Most = collections.Counter[str]
-"""Bytes by line."""
 WORKSPACE = 2**25
 """Bytes besides its operands that XLA gives to a matmul on GPUs: for cuBLAS on Hopper."""
 LANES = 128
@@ -168,27 +161,6 @@ def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | Non
         stacked: index of the first result that a loop writes into a stack, whose bytes the loop around it counts. None:
             results are not stacked.
     """
-    moments = (
-        [*alive, *max(_inside(kernel, platform, peak_of), key=_bytes, default=[])]
-        for kernel, alive in _moments(graph, donated, platform, stacked)
-    )
-    return max(moments, key=_bytes, default=[])
-
-
-def most_of(graph: Graph, donated: set[Value], platform: str, stacked: int | None = None) -> Most:
-    """For each line, the most bytes of its arrays that are in memory at one moment. Arguments as of peak_of."""
-    most = Most()
-    for kernel, alive in _moments(graph, donated, platform, stacked):
-        bodies = _inside(kernel, platform, most_of)
-        held = functools.reduce(operator.or_, bodies, Most())
-        for value, size in alive:
-            held[value.site.line] += size
-        most |= held
-    return most
-
-
-def _moments(graph: Graph, donated: set[Value], platform: str, stacked: int | None) -> Moments:
-    """Each kernel, with the arrays that are in memory while it runs, besides those inside of it."""
     kernels = kernels_of(graph)
     given, results = _roots(graph.ins), list(graph.outs)
     kept = _roots(results if stacked is None else results[:stacked])
@@ -211,15 +183,22 @@ def _moments(graph: Graph, donated: set[Value], platform: str, stacked: int | No
     ends: dict[int, list[Value]] = {}
     for value, at in last.items():
         ends.setdefault(at, []).append(value)
+    best: Held = []
     for i, kernel in enumerate(kernels):
         alive |= {value: size[value] for value in kernel.writes if size.get(value)}
         held = [*alive.items()]
         if kernel.kind == "matmul" and platform == "gpu":
             made = kernel.node.outs[0]
             held.append((Value(made.shape, made.dtype, made.site, "working", "workspace"), WORKSPACE))
-        yield kernel, held
+        bodies, (consts, count) = kernel.node.bodies, kernel.node.carried
+        if kernel.node.op == "scan":
+            inside = [peak_of(bodies[0], _roots(bodies[0].ins[consts : consts + count]), platform, count)]
+        else:
+            inside = [peak_of(body, _roots(body.ins), platform) for body in bodies]
+        best = max(best, [*held, *max(inside, key=_bytes, default=[])], key=_bytes)
         for value in ends.get(i, ()):
             alive.pop(value, None)
+    return best
 
 
 def _bytes(held: Held) -> int:
@@ -250,11 +229,3 @@ def _reuse(
                     size[made] = 0
                 elif platform != "gpu":
                     last[match] = i - 1
-
-
-def _inside(kernel: Kernel, platform: str, of: Callable[..., Any]) -> list[Any]:
-    """What peak_of or most_of finds `of` each body of a loop or a branch."""
-    bodies, (consts, count) = kernel.node.bodies, kernel.node.carried
-    if kernel.node.op == "scan":
-        return [of(bodies[0], _roots(bodies[0].ins[consts : consts + count]), platform, count)]
-    return [of(body, _roots(body.ins), platform) for body in bodies]

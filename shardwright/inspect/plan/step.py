@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from shardlib.tick_tables import TickTable
 from shardwright.inspect.operation import Operation
 from shardwright.inspect.plan.graph import NOWHERE, Graph, Value, graph_of
 from shardwright.inspect.plan.kernels import Held as AtPeak
-from shardwright.inspect.plan.kernels import kernels_of, most_of, peak_of
+from shardwright.inspect.plan.kernels import kernels_of, peak_of
 from shardwright.inspect.plan.work import STACK, work_of
 
 
@@ -63,7 +62,6 @@ class PlannedStep(NamedTuple):
         mesh: number of devices along each axis.
         facts: facts about its configuration.
         table: tick table of the pipeline; None without stages.
-        most: by line, the most bytes of its arrays that are in memory at any moment.
     """
 
     ops: list[Operation]
@@ -71,7 +69,6 @@ class PlannedStep(NamedTuple):
     mesh: Mapping[str, int]
     facts: Facts
     table: TickTable | None = None
-    most: Mapping[str, float] = MappingProxyType({})
 
     @property
     def peak(self) -> float:
@@ -111,7 +108,7 @@ def step_of(
         ops = [op for op in ops if not op.what.startswith(STACK)]
     donated = {value for value in given if value.kind in ("weights", "optimizer")}
     held = _held(graph, given, peak_of(graph, donated, platform), times)
-    return PlannedStep(ops, held, dict(sizes), facts, table, most_of(graph, donated, platform))
+    return PlannedStep(ops, held, dict(sizes), facts, table)
 
 
 def _held(graph: Graph, given: list[Value], peak: AtPeak, times: int) -> list[Held]:

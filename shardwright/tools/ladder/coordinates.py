@@ -3,8 +3,7 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from shardwright.cluster.devices import make_mesh, start_devices
-from shardwright.data.checks import a_path, within
+from shardwright.data.checks import within
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.statistics.collect import StepWithoutStages
 from shardwright.inspect.statistics.rerun import Rerun, gradient_paths, saved_points
@@ -24,12 +23,9 @@ from shardwright.optimizers.rates import updates_of
 from shardwright.run.changes import loader_at
 from shardwright.run.checks import check_config
 from shardwright.run.config import Config, check_divides
-from shardwright.run.files import write_whole
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
 from shardwright.settings.words import say
-from shardwright.tools.report.page import TEMPLATES, page_of
-from shardwright.tools.report.plots import LOG, Panel, colour
 from shardwright.tools.report.screen import print_table
 
 GROWS, SHRINKS = 0.12, -0.6
@@ -54,8 +50,6 @@ class LadderConfig:
     """Updates of each model, all on the first batch, with the peak learning rate."""
     seeds: int = within(1, 100, 2)
     """Runs of each model, from training.seed on."""
-    output: str = a_path("coordinates.html")
-    """File for the plots."""
 
 
 def sizes_at(c: Config, axis: str, n: int) -> dict[str, Any]:
@@ -158,26 +152,8 @@ def slope_of(runs: Runs, grows: float = GROWS) -> tuple[float, float, str]:
     return slope, error, "ok" if excess <= 0 else "GROWS" if slope > 0 else "SHRINKS"
 
 
-def page(found: Mapping[tuple[str, str], Runs]) -> str:
-    """The page with a plot of each value over the multiple of the base, one line for each step."""
-    panels: dict[str, list[Panel]] = {"Changes of activations": [], "Gradients of weights": []}
-    for (axis, name), runs in found.items():
-        x = sorted({n for n, _ in runs})
-        lines = np.transpose([np.mean([numbers for n, numbers in runs if n == at], axis=0) for at in x])
-        traces = [
-            {"type": "scatter", "name": f"step {i}", "line": {"color": colour(i)}, "x": x, "y": y}
-            for i, y in enumerate(lines, not name.startswith(GRADIENT))
-        ]
-        title = "{}: {:+.2f} ± {:.2f} {}".format(name, *slope_of(runs, limit_of(axis, name)))
-        ticks = {**LOG, "tickvals": x, "title": {"text": f"{axis}, multiple of the base"}}
-        layout = {"xaxis": ticks, "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}}
-        panels[[*panels][name.startswith(GRADIENT)]].append(Panel(title, axis, LOG, traces, layout=layout))
-    sections = [({"name": k.split()[0].lower(), "title": k}, "panels.html", {"panels": v}) for k, v in panels.items()]
-    return page_of({"title": "Coordinate check"}, sections, [TEMPLATES])
-
-
 def check_coordinates(c: Config, settings: LadderConfig) -> None:
-    """Trains the models, writes the plots, and prints the slopes.
+    """Trains the models, and prints the slopes.
 
     Exits with status 1 if a value depends on the size.
     """
@@ -200,8 +176,7 @@ def check_coordinates(c: Config, settings: LadderConfig) -> None:
     rows = [(name, axis, *slope) for (axis, name), slope in slopes.items()]
     shown = [(name, axis, f"{slope:+.2f} ± {error:.2f}", verdict) for name, axis, slope, error, verdict in rows]
     print_table(Console(), ["value", "over", "slope", "verdict"], shown)
-    write_whole(Path(settings.output), page(found))
     bad = sum(row[-1] != "ok" for row in rows)
-    say(f"{bad or 'None'} of {len(rows)} values depend on the size of the model. Plots: {settings.output}")
+    say(f"{bad or 'None'} of {len(rows)} values depend on the size of the model.")
     if bad:
         sys.exit(1)

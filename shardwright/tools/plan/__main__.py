@@ -2,7 +2,7 @@
 
     python -m tools.plan --config-name=c4_h100x64_7b
     python -m tools.plan --config-name=c4_h100x64_7b hardware=v5p plan.devices=128 plan.compare=true
-    python -m tools.plan --config-name=c4_h100x64_7b plan.compare=true 'plan.chips=[h100,v5p]' plan.deadline=3d
+    python -m tools.plan --config-name=c4_h100x64_7b plan.compare=true 'plan.chips=[h100,v5p]'
     python -m tools.plan --config-name=c4_h100x64_7b plan.output=plan.json
 
 Traces the training step of a configuration, as `python -m train` would run it, and computes what a device of that
@@ -40,10 +40,6 @@ class PlanConfig:
     """Number of devices, where the mesh has a -1. Null: that of the mesh. With compare also several, as [8,64]."""
     chips: list[str] = a_path(default_factory=list)
     """With compare, kinds of chips, as [h100,v5p]. Empty: hardware.chip."""
-    deadline: str | None = None
-    """With compare, the longest that the run may take, as 7d or 36h: the cheapest that meets it is shown first."""
-    budget: float | None = None
-    """With compare, the most dollars that the run may cost: the fastest within it is shown first."""
     output: str | None = a_path(None)
     """File .json to write the plan to. Null: only the terminal."""
 
@@ -54,9 +50,8 @@ def job(c: Config, settings: PlanConfig) -> None:
     counts: list[Any] = given if isinstance(given, list) and given else [given]
     if wrong := [n for n in counts if n is not None and not (type(n) is int and 1 <= n <= 2**20)]:
         raise ValueError(f"plan.devices is {wrong[0]}; give a whole number from 1 to {2**20}, or some as [8,64].")
-    several = bool(settings.chips) or len(counts) > 1 or (settings.deadline, settings.budget) != (None, None)
-    if several and not settings.compare:
-        raise ValueError("plan.chips, deadline, budget and several devices need plan.compare=true.")
+    if (settings.chips or len(counts) > 1) and not settings.compare:
+        raise ValueError("plan.chips and several devices need plan.compare=true.")
     chip = c.hardware.chip or ""
     if not chip and not settings.chips:
         raise ValueError(
@@ -67,7 +62,7 @@ def job(c: Config, settings: PlanConfig) -> None:
             raise ValueError("plan.output is of one plan: take plan.compare=false.")
         names = settings.chips or [chip]
         kinds = [(chip_of(name), n or math.prod(mesh_sizes(c, None).values())) for name in names for n in counts]
-        lines, best = compared(c, kinds, settings.deadline, settings.budget)
+        lines, best = compared(c, kinds)
         say("\n".join([*lines, f"Start it: {command_of(c, best)}"]))
         return
     output = None if settings.output is None else Path(settings.output)

@@ -1,10 +1,9 @@
-"""Compares a handful of meshes, on one or several kinds of chips: the fastest, or the cheapest for a deadline."""
+"""Compares a handful of meshes, on one or several kinds of chips, with their time and cost."""
 
 import contextlib
 import itertools
 import math
 import operator
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from rich.progress import track
 
 from shardwright.axes import AXES
 from shardwright.cluster.chips import Chip
-from shardwright.inspect.plan.plan import Plan
 from shardwright.inspect.planning import (
     Change,
     Settings,
@@ -103,25 +101,11 @@ def _rank(change: Change) -> tuple[int, float]:
     return (0, plan.seconds) if plan.fits else (1, plan.step.peak)
 
 
-def days_of(text: str) -> float:
-    """Days of a time such as 7d or 36h."""
-    if not (found := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([dh])", text.strip())):
-        raise ValueError(f"plan.deadline is {text!r}; give days or hours, as 7d or 36h.")
-    return float(found[1]) / (1 if found[2] == "d" else 24)
+def compared(c: Config, kinds: Sequence[tuple[Chip, int]]) -> tuple[list[str], Change]:
+    """Plans each number of chips of a kind: a table of at most 80 columns, the fastest first, and the fastest.
 
-
-def compared(
-    c: Config, kinds: Sequence[tuple[Chip, int]], deadline: str | None, budget: float | None
-) -> tuple[list[str], Change]:
-    """Plans each number of chips of a kind: a table of at most 80 columns, the best first, and the best.
-
-    With several kinds, the table has the best of each. The best is the cheapest of those that meet the deadline and
-    the budget; without a deadline, the fastest.
-
-    Raises:
-        ValueError: nothing fits, or the days of a run are not known.
+    With several kinds, the table has the fastest of each. Raises ValueError if nothing fits.
     """
-    latest = None if deadline is None else days_of(deadline)
     found: list[Change] = []
     left = []
     for chip, devices in kinds:
@@ -132,20 +116,7 @@ def compared(
             left.append(f"{devices} x {chip.name}: {str(error).splitlines()[0]}")
     if not found:
         raise ValueError("; ".join(left))
-    if not found[0].plan.steps and (deadline, budget) != (None, None):
-        raise ValueError(
-            "the run's length is given in epochs or minutes: give training.steps or training.tokens instead."
-        )
-
-    def exceeds(plan: Plan) -> bool:
-        return (latest is not None and plan.days > latest) or (budget is not None and _dollars(plan) > budget)
-
-    def rank(change: Change) -> tuple[bool, bool, float]:
-        plan = change.plan
-        amount = plan.step.peak if not plan.fits else plan.seconds if latest is None else _dollars(plan)
-        return not plan.fits, exceeds(plan), amount
-
-    found.sort(key=rank)
+    found.sort(key=_rank)
     best = found[0].plan
     named = f"{best.step.devices} x {best.chip.name}"
     if not best.fits:
@@ -154,19 +125,9 @@ def compared(
             f"nothing fits: {str(found[0]) or 'this mesh'} on {named} needs least, {need}. Take more devices, or a "
             "smaller training.batch_size."
         )
-    given = {"plan.deadline": deadline, "plan.budget": budget}
-    limits = " and ".join(f"{name}={x}" for name, x in given.items() if x is not None)
-    how = "Fastest" if latest is None else "Cheapest"
-    how += f" within {limits}" if limits else ""
-    how = f"None keeps {limits}. Nearest" if exceeds(best) else how
     words, share = next(iter(best.limits.items()))
-    answer = f"{how}: {named}. {share:.0%} of its step is {words}."
+    answer = f"Fastest: {named}. {share:.0%} of its step is {words}."
     return [*map(fit, [*_table(found[:SHOWN]), "", answer, *left])], found[0]
-
-
-def _dollars(plan: Plan) -> float:
-    """The cost of the run; infinite where it is unknown."""
-    return math.inf if plan.dollars is None else plan.dollars
 
 
 def _table(found: Sequence[Change]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 def page(c: Comparison) -> str:
     """Renders the page. All content is escaped and stripped of control characters."""
-    found = [(s, f"{s.name}.html", data) for s in SECTIONS if (data := s.data(c)) is not None]
-    return page_of(head(c), found, [TEMPLATES])
-
-
-def page_of(top: dict[str, Any], sections: Sequence[tuple[Any, str, dict[str, Any]]], templates: list[Path]) -> str:
-    """Renders a page from `top`, the data of page.html, and sections: (name and title, template, its data).
-
-    `templates` are directories of templates.
-    """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates),
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup | jinja2.Undefined) else shown(value),
         undefined=jinja2.ChainableUndefined,
@@ -41,8 +31,9 @@ def page_of(top: dict[str, Any], sections: Sequence[tuple[Any, str, dict[str, An
         kind: Markup((TEMPLATES / name).read_text(encoding="utf-8"))
         for kind, name in (("style", "page.css"), ("script", "page.js"), ("plotly", "plotly-basic.min.js"))
     }
-    rendered = [(s, Markup(environment.get_template(name).render(data))) for s, name, data in sections]
-    return environment.get_template("page.html").render(top, sections=rendered, **texts)
+    found = [(s, data) for s in SECTIONS if (data := s.data(c)) is not None]
+    rendered = [(s, Markup(environment.get_template(f"{s.name}.html").render(data))) for s, data in found]
+    return environment.get_template("page.html").render(head(c), sections=rendered, **texts)
 
 
 def as_json(data: Any) -> Markup:

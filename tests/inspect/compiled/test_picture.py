@@ -1,5 +1,4 @@
 import itertools
-import re
 import time
 import xml.etree.ElementTree
 
@@ -44,26 +43,6 @@ def test_what_a_file_says_is_text():
     assert "<script>" not in svg
     assert "\x1b" not in svg
     assert any(text and text.startswith('"<a>&') for text in texts(svg))
-
-
-@pytest.mark.quick
-def test_a_dark_page_has_a_dark_picture():
-    """No text is as dark as its paper, there or here."""
-    svg = draw(table_of(TEXT, {"d": 2, "t": 2}))
-    root = xml.etree.ElementTree.fromstring(svg)
-    rules = root.find(f"{SVG}style").text
-    assert rules.startswith("@media (prefers-color-scheme: dark)")
-    night = dict(re.findall(r'\[fill="(#\w+)"\] \{ fill: (#\w+) \}', rules))
-    papers = {rect.get("fill") for rect in root.iter(f"{SVG}rect") if float(rect.get("width").rstrip("%")) >= 100}
-    papers -= {"none"}
-
-    def light(color):
-        return sum(int(color[i : i + 2], 16) for i in (1, 3, 5)) / 765
-
-    for fill in {text.get("fill") for text in root.iter(f"{SVG}text")}:
-        for paper in papers:
-            assert light(paper) - light(fill) > 0.5
-            assert light(night[fill]) - light(night[paper]) > 0.5
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from shardlib.schedules import SCHEDULES
 from shardwright.axes import AXES
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.plan.graph import graph_of
-from shardwright.inspect.plan.kernels import kind_of, most_of, peak_of, product_shape
+from shardwright.inspect.plan.kernels import kind_of, peak_of, product_shape
 from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.plan.step import _again
 from shardwright.inspect.planning import mesh_sizes, planned_step
@@ -317,25 +317,6 @@ def test_masks_of_unrolled_layers_are_one():
     shapes = jnp.ones((16, 8, 8)), jnp.ones((512, 8))
     graph = graph_of(jax.make_jaxpr(functools.partial(f, unroll=16))(*shapes), {})
     assert sum(size for x, size in peak_of(graph, set(), "gpu") if x.shape == (512, 512)) == 4 * 512 * 512
-
-
-def test_each_line_has_a_peak_of_its_own():
-    """By hand, out of a loop and in one: a product that is gone at the peak, and one that two lines later read."""
-
-    def f(x):
-        large = jnp.linalg.norm(x @ x.T)
-        small = x.T @ x
-        return large + small @ (small @ small)
-
-    line = f.__code__.co_firstlineno
-
-    def in_loop(x):
-        return jax.lax.scan(lambda c, _: (c + f(x), None), jnp.zeros((256, 256)), length=2)[0]
-
-    for function in (f, in_loop):
-        graph = graph_of(jax.make_jaxpr(function)(jnp.ones((512, 256))), {})
-        most = {place.rpartition(":")[2]: size for place, size in most_of(graph, set(), "cpu").items()}
-        assert (most[str(line + 1)], most[str(line + 2)]) == (4 * 512 * 512, 4 * 256 * 256)
 
 
 @pytest.mark.long
