@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from shardwright.data.hub import check_hub
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright.sampling.scoring import Scorer, log_likelihoods
@@ -97,7 +96,6 @@ def run_harness(model: Any, names: Sequence[str], task_path: str | None = None, 
 
     Returns results, versions, numbers of samples, and a `table` to print. Raises ValueError for an unknown task.
     """
-    check_hub()  # for the datasets of tasks
     import lm_eval
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table

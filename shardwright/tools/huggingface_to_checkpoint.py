@@ -20,7 +20,6 @@ the chat template, how to generate, the EOS ids, the special tokens and the dtyp
 """
 
 import dataclasses
-import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ import jax
 from omegaconf import MISSING, OmegaConf
 
 from shardwright.data.checks import a_path, within
-from shardwright.data.hub import reading_hub
 from shardwright.data.text import definitions
 from shardwright.data.untrusted import first_line, read_object, refused, shown
 from shardwright.huggingface import Tensors, as_transformers_reads, sidecars
@@ -77,10 +75,8 @@ def find_model(name: str) -> Path:
     """
     directory = Path(name)
     if not directory.is_dir():
-        is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)  # others are no names on the hub
-        reading = reading_hub if is_name else refused
         remedy = "Check the name, the connection, and that you are logged in if access is restricted."
-        with reading(f"model is {name!r}, which is not a directory, and cannot be downloaded from the hub", remedy):
+        with refused(f"model is {name!r}, which is not a directory, and cannot be downloaded from the hub", remedy):
             import huggingface_hub
 
             directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=FILES))

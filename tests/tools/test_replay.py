@@ -67,7 +67,7 @@ def of_demo(tmp_path_factory, dataset):
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 10])
 def test_a_step_is_equal_to_the_bit(of_demo, step):
     """From the beginning, and after a checkpoint."""
-    found, text = replayed(of_demo, step=step, microscope=False)
+    found, text = replayed(of_demo, step=step)
     assert found["is_equal"] is True
     assert found["loss"] == losses(of_demo)[step - 1]
     assert "bit-identical" in text
@@ -101,16 +101,12 @@ def test_batches_that_a_later_start_left_out_are_left_out(tmp_path, dataset):
     """Before the first checkpoint of that start."""
     run(tmp_path / "run", dataset, steps=6)
     directory = run(tmp_path / "run", dataset, steps=8, skip_steps=[6])
-    assert replayed(directory, step=8, microscope=False)[0]["is_equal"] is True
+    assert replayed(directory, step=8)[0]["is_equal"] is True
 
 
 @pytest.mark.slow
-def test_its_statistics_are_those_of_the_run_and_leave_it_as_it_is(of_demo, tmp_path, dataset):
-    events = {x["step"]: x for x in lines_of(of_demo) if x.get("event") == "microscope"}
-    assert list(events) == [1, 4, 7, 10]
-    found, text = replayed(of_demo, step=7)
-    assert found["microscope"] == {name: events[7][name] for name in ("points", "weights")}
-    assert "Llama.layer gate" in text
+def test_statistics_leave_the_run_as_it_is(of_demo, tmp_path, dataset):
+    assert [x["step"] for x in lines_of(of_demo) if x.get("event") == "microscope"] == [1, 4, 7, 10]
     without = run(tmp_path / "without", dataset)
     assert losses(without) == losses(of_demo)
     for name in ("weights/layers/w_up", "adam_nu/embed"):
@@ -120,7 +116,7 @@ def test_its_statistics_are_those_of_the_run_and_leave_it_as_it_is(of_demo, tmp_
 
 @pytest.mark.long
 def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset):
-    found, _ = replayed(of_demo, step=4, microscope=False)
+    found, _ = replayed(of_demo, step=4)
     documents = found["documents"]
     assert [x["loss"] for x in documents] == sorted((x["loss"] for x in documents), reverse=True)
     tokens = sum(x["tokens"] for x in documents)

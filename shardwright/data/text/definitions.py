@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwright.data.hub import reading_hub
 from shardwright.data.untrusted import LARGE, check_file, first_line, one_line, parse_object, read_text, refused
 
 # GPT-2's letters for bytes: printable Latin-1 characters for themselves, characters from 256 on for the others.
@@ -81,7 +80,7 @@ def find_huggingface(name: str) -> str:
         if name.endswith(".json"):
             raise ValueError(f"no file {name!r} in {os.getcwd()}. Correct the path.")
         remedy = "Check the name, the connection, and that you are logged in if access is restricted; or give a local "
-        with reading_hub(f"Cannot load the tokenizer {name!r}", remedy + "tokenizer.json."):
+        with refused(f"Cannot load the tokenizer {name!r}", remedy + "tokenizer.json."):
             import huggingface_hub
 
             directory = huggingface_hub.snapshot_download(name, allow_patterns=FILES)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from shardwright.data.hub import reading_hub
 from shardwright.data.text.files import Found, find_files, find_in_dataset, kind_of
 from shardwright.data.untrusted import POINTER_BYTES, check_pointer, decode, parse_json, refused, shown
 
@@ -69,7 +68,7 @@ def open_text(
         if split is None:
             raise ValueError(f"{where}.source is missing; give the split of {dataset} to read, such as `train`.")
         name = f"{dataset} ({split})"
-        with reading_hub(
+        with refused(
             f"Cannot read {name}", "Check its name, its split, the connection, and whether its files are whole."
         ):
             import datasets

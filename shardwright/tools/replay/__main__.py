@@ -1,4 +1,4 @@
-"""Replays a step of a run: shows its documents and statistics, or what caused a spike or a NaN.
+"""Replays a step of a run: shows its documents, and what caused a spike or a NaN.
 
     python -m tools.replay run=runs/<name> step=123
     python -m tools.replay run=runs/<name> step=123 mesh.d=4 mesh.t=2
@@ -19,7 +19,6 @@ from omegaconf import MISSING
 from rich.console import Console
 
 from shardwright.data.checks import a_path
-from shardwright.inspect.statistics.collect import RunStatistics
 from shardwright.run.files import write_whole
 from shardwright.run.opening import StagesChoice
 from shardwright.run.skipping import are_finite
@@ -41,8 +40,6 @@ class Settings:
     """Number of the step, from 1, as in metrics.jsonl and in what the run prints."""
     mesh: StagesChoice = field(default_factory=StagesChoice)
     """Devices along p, r, d, e, c and t; -1 for one of them except p: all remaining. Null: the run's mesh."""
-    microscope: bool = True
-    """Shows activation and gradient statistics of the step."""
     other_source: bool = False
     """Allows source that computes something else than the checkpoint's source did."""
     trust: bool = False
@@ -82,11 +79,11 @@ def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
         print_line(console, f"run         {config.run}, from {origin}")
         while session.step < number - 1:
             session.advance()
-        return step_of(session, config, logs, console)
+        return step_of(session, logs, console)
 
 
-def step_of(session: Session, config: Settings, logs: dict[int, dict], console: Console) -> dict[str, Any]:
-    """Shows the documents and statistics of the step, and the origin of a NaN or infinity, if there is one."""
+def step_of(session: Session, logs: dict[int, dict], console: Console) -> dict[str, Any]:
+    """Shows the documents of the step, and the origin of a NaN or infinity, if there is one."""
     step = session.step + 1
     batch = session.batch()
     host, tokenizer = on_host(batch), tokenizer_of(session)
@@ -94,11 +91,6 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], console: 
     documents = with_losses(every, token_losses(session, batch), host.loss_mask)
     instead = f", batch {session.number}" * (session.number != session.step)
     show.documents(console, f"Documents of step {step}{instead}, highest loss first", documents, tokenizer)
-    found = {}
-    if config.microscope:
-        microscope = RunStatistics(session.traced, session.placement, session.options)
-        found = microscope.collect(session.state, batch, np.int32(session.step), *session.arguments)
-        show.statistics(console, found)
     after, done = session.try_step(batch)
     differs = compare_with_log(done, logs.get(step))
     what = "not in metrics.jsonl" if differs is None else differs or "bit-identical"
@@ -115,7 +107,6 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], console: 
         "is_equal": None if differs is None else not differs,
         "not_finite": why,
         "documents": [show.described(document) for document in documents],
-        "microscope": found,
     }
 
 

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.data.untrusted import one_line
-from shardwright.inspect.statistics.tables import tables_of
 from shardwright.tools.replay.documents import Document
 from shardwright.tools.report.screen import print_table
 
@@ -27,13 +26,6 @@ def documents(console: Console, title: str, documents: Sequence[Document], token
         rows.append((f"{x.loss:.4f}", len(x.ids), x.name, f"{x.start:,}", f"{x.sequence}:{x.position}", text))
     left = f", {len(documents) - MOST} more are in `out`" * (len(documents) > MOST)
     print_table(console, ("loss", "tokens", "document", "from", "sequence", "text"), rows, title + left)
-
-
-def statistics(console: Console, found: dict[str, list[dict[str, Any]]]) -> None:
-    """Prints the statistics of a step."""
-    for table in tables_of(found):
-        title = f"{table.title}: smallest to largest over layers"
-        print_table(console, ("", *(head for head, _ in table.heads)), table.rows, title)
 
 
 def for_json(x: Any) -> float | str:
