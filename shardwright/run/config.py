@@ -124,12 +124,11 @@ class TrainingConfig:
     average_steps: int = at_least_1(100, FIXED)
     """Half-life of the ema, or length of the uniform average, in steps."""
     evals: list[str] = dataclasses.field(default_factory=list)
-    """Tasks to evaluate during training: cloze and copying, which need no download, or tasks of lm-eval, which must
-    be installed (docs/evaluation.md)."""
+    """Tasks of lm-eval to evaluate during training, which must be installed (docs/evaluation.md)."""
     evals_interval: int | None = at_least_1(None)
     """Steps between evaluations of `evals`, also after the last. Null: with each validation."""
     evals_limit: int | None = at_least_1(100)
-    """Most questions of each of `evals`. Null: all that lm-eval has, 1000 of the others."""
+    """Most questions of each of `evals`. Null: all."""
     sample_interval: int | None = at_least_1(None)
     """Steps between samples, texts that the model generates into samples.jsonl; also before the first step and after
     the last. Null: none."""

@@ -1,6 +1,6 @@
 """Makes a run usable as a model of lm-evaluation-harness (docs/evaluation.md)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,6 +8,7 @@ import jax
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright.sampling.scoring import Scorer, log_likelihoods
+from shardwright.settings.program import has_package
 
 
 def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
@@ -53,42 +54,38 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
             # 256 tokens by default, as in lm-eval.
             options = [normalize_gen_kwargs(dict(request.args[1]), 256) for request in requests]
             for i, of_request in enumerate(options):
-                by_settings.setdefault(_sampling(of_request, tokenizer), []).append(i)
+                settings = Sampling(
+                    max_tokens=of_request["max_gen_toks"],
+                    temperature=of_request.get("temperature") or 0.0,
+                    top_k=of_request.get("top_k") or None,
+                    top_p=of_request.get("top_p") or 1.0,
+                    stop=() if tokenizer.end is None else (tokenizer.end,),
+                )
+                by_settings.setdefault(settings, []).append(i)
             found = [""] * len(requests)
             for settings, numbers in by_settings.items():
                 room = max(1, scorer.length - settings.max_tokens)
                 prompts = [tokenizer.ids(requests[i].args[0])[-room:] for i in numbers]
-                drawn = _generate(scorer, weights, settings, prompts)
+                context = min(scorer.length, max(map(len, prompts)) + settings.max_tokens)
+                with jax.set_mesh(scorer.mesh):
+                    drawn = Sampler(scorer.step, settings, context).generate(weights, prompts)
                 for i, prompt, ids in zip(numbers, prompts, drawn, strict=True):
                     text = tokenizer.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)
-                    found[i] = _cut(text, options[i].get("until") or [])
+                    until = options[i].get("until") or []
+                    for end in filter(None, [until] if isinstance(until, str) else until):
+                        text = text.split(end)[0]
+                    found[i] = text
             return found
 
     return LanguageModel()
 
 
-def _sampling(options: Mapping[str, Any], tokenizer: Tokenizer) -> Sampling:
-    """The settings of sampling for the options of a request."""
-    return Sampling(
-        max_tokens=options["max_gen_toks"],
-        temperature=options.get("temperature") or 0.0,
-        top_k=options.get("top_k") or None,
-        top_p=options.get("top_p") or 1.0,
-        stop=() if tokenizer.end is None else (tokenizer.end,),
-    )
-
-
-def _generate(scorer: Scorer, weights: Any, settings: Sampling, prompts: list[list[int]]) -> list[list[int]]:
-    with jax.set_mesh(scorer.mesh):
-        context = min(scorer.length, max(map(len, prompts)) + settings.max_tokens)
-        return Sampler(scorer.step, settings, context).generate(weights, prompts)
-
-
-def _cut(text: str, until: str | list[str]) -> str:
-    """The text before the first of `until`."""
-    for end in filter(None, [until] if isinstance(until, str) else until):
-        text = text.split(end)[0]
-    return text
+def check_tasks(names: Sequence[str]) -> None:
+    """Raises ValueError for training.evals with tasks if lm-eval is not installed."""
+    if names and not has_package("lm_eval"):
+        raise ValueError(
+            f"training.evals has {names[0]!r}, a task of lm-eval, which is not installed: run pip install -e '.[eval]'"
+        )
 
 
 def run_harness(model: Any, names: Sequence[str], task_path: str | None = None, **options: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from shardwright.run.listeners import Listener, Training
 from shardwright.run.metrics import move_later_lines
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.run.stores import check_processes
+from shardwright.sampling.harness import check_tasks, language_model, run_harness
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.sampling.scoring import Scorer
-from shardwright.sampling.tasks import check_tasks, evaluate_tasks
 from shardwright.settings.words import say
 
 SHOWN = 100
@@ -105,10 +105,10 @@ class Samples(Listener):
 
 
 class Tasks(Listener):
-    """Evaluates training.evals as tools.evaluate does: the event `evals`, such as cloze/accuracy.
+    """Evaluates training.evals as tools.evaluate does: the event `evals`, such as arc_easy/acc.
 
     They are due at training.evals_interval, or where a validation is. A task that fails is logged as `failed`, and
-    training continues. Raises ValueError for an unknown task.
+    training continues. Raises ValueError if lm-eval is not installed.
     """
 
     _scorer: Scorer | None = None
@@ -144,7 +144,8 @@ class Tasks(Listener):
         for name in c.training.evals:
             try:
                 with pause("evaluating tasks"), jax.set_mesh(self._mesh):
-                    found = evaluate_tasks([name], scorer, weights, c, c.training.evals_limit)["results"]
+                    model = language_model(scorer, tokenizer_of_run(c.data), weights)
+                    found = run_harness(model, [name], limit=c.training.evals_limit)["results"]
             except Exception as error:  # from the user's model or data, or lm-eval
                 failed.append(f"{name}: {in_a_line(error)}")
                 continue

@@ -35,9 +35,8 @@ from shardwright.run.files import write_whole
 from shardwright.run.opening import CheckpointChoice, MeshChoice, StepChoice
 from shardwright.run.spec import load_spec
 from shardwright.run.step import trace_step
-from shardwright.sampling.harness import language_model
+from shardwright.sampling.harness import language_model, run_harness
 from shardwright.sampling.scoring import Scorer, document_losses
-from shardwright.sampling.tasks import TASKS, evaluate_tasks
 from shardwright.settings.program import run_program
 
 
@@ -56,8 +55,7 @@ class Settings(CheckpointChoice):
     text_field: str = "text"
     """The JSON key or column that holds a text."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks by name: cloze, copying, demo (docs/evaluation.md), and those of lm-eval, which needs the package: pip
-    install -e '.[eval]'."""
+    """Tasks of lm-eval by name, which needs the package: pip install -e '.[eval]'."""
     task_path: str | None = a_path(None)
     """A directory with YAML files of further tasks."""
     num_fewshot: int | None = at_least_0(None)
@@ -185,13 +183,9 @@ def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
     """The results of tasks."""
     config = run.config
     of_harness: Any = {"num_fewshot": config.num_fewshot, "task_path": config.task_path}
-    of_run = run.scorer(), run.weights, run.c
     with jax.set_mesh(run.mesh):
-        found = evaluate_tasks(config.tasks, *of_run, config.limit, run.of_tokenizer, **of_harness)
-    if table := found.pop("table", None):
-        write_line(table)
-    for name in filter(TASKS.__contains__, config.tasks):
-        write_line("  ".join([f"{name:<14}", *(f"{metric} {x:.6f}" for metric, x in found["results"][name].items())]))
+        found = run_harness(run.language_model(), config.tasks, limit=config.limit, **of_harness)
+    write_line(found.pop("table"))
     return found
 
 
