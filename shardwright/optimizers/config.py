@@ -16,8 +16,6 @@ from shardwright.data.checks import (
 )
 from shardwright.modeling.weights import KINDS
 
-PARAMETRIZATIONS = ("standard", "mup", "completep")
-
 
 @dataclasses.dataclass
 class GroupConfig:
@@ -92,7 +90,7 @@ def check_optimizer(c: OptimizerConfig) -> None:
     is_own = ":" in c.schedule
     if not is_own:
         check_choice("optimizer.schedule", c.schedule, ("cosine", "linear", "wsd", "constant"))
-    check_choice("optimizer.parametrization", c.parametrization, PARAMETRIZATIONS)
+    check_choice("optimizer.parametrization", c.parametrization, ("standard", "mup", "completep"))
     if c.parametrization != "standard" and not c.base:
         raise ValueError(
             f"optimizer.parametrization is {c.parametrization} without optimizer.base; give the sizes for which the "

@@ -155,7 +155,8 @@ def has_nu(update: Update) -> bool:
 def algorithms(c: OptimizerConfig, known: Mapping[str, T]) -> dict[str, T]:
     """The optimizers of `known`, and those that the settings name as module:function."""
     own: dict[str, Any] = {}
-    for name, optimizer in _own_optimizers(c, known).items():
+    for name in _names_of_algorithms(c):
+        optimizer: Any = named("optimizer", name, known, TAKES["optimizer"])
 
         @functools.wraps(optimizer)
         def updated(state: Any, *others: Any, optimizer: Any = optimizer, name: str = name) -> Any:
@@ -172,9 +173,9 @@ def algorithms(c: OptimizerConfig, known: Mapping[str, T]) -> dict[str, T]:
     return {**known, **own}
 
 
-def _own_optimizers(c: OptimizerConfig, known: Mapping[str, Any]) -> dict[str, Any]:
-    given = [c.algorithm, *(group.algorithm or "" for group in c.groups)]
-    return {name: named("optimizer", name, known, TAKES["optimizer"]) for name in given if ":" in name}
+def _names_of_algorithms(c: OptimizerConfig) -> list[str]:
+    """The optimizers that the settings name as module:function."""
+    return [name for name in (c.algorithm, *(group.algorithm or "" for group in c.groups)) if ":" in name]
 
 
 def loss_of(c: OptimizerConfig, known: Mapping[str, Callable]) -> Callable:
@@ -208,9 +209,8 @@ def inputs_of_loss(c: OptimizerConfig) -> Mapping[str, Any]:
 
 def own_functions(c: OptimizerConfig) -> list[Callable]:
     """The optimizers, the loss and the schedule that the settings name in the user's own files."""
-    chosen = {"loss": c.loss, "schedule": c.schedule}
-    others = [named(what, name, {}, TAKES[what]) for what, name in chosen.items() if ":" in name]
-    return [*_own_optimizers(c, {}).values(), *others]
+    chosen = [*(("optimizer", name) for name in _names_of_algorithms(c)), ("loss", c.loss), ("schedule", c.schedule)]
+    return [named(what, name, {}, TAKES[what]) for what, name in chosen if ":" in name]
 
 
 def updates_of(c: OptimizerConfig, model: LanguageModel, known: Mapping[str, Any]) -> Any:

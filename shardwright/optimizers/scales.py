@@ -14,14 +14,13 @@ as W does if its rate is a times as large, its epsilon 1/a, and its decay 1/a. C
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Collection
 from typing import Any
 
 import jax
 
-from shardlib.array_types import arrays_in, arrays_of
+from shardlib.array_types import arrays_in
 from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import Weight, count_layers, is_in_stack
 from shardwright.optimizers.config import OptimizerConfig
@@ -59,11 +58,6 @@ class Scale:
         return 1 / (self.outputs * self.multiplier * self.depth)
 
 
-def _is_named(path: str, name: str) -> bool:
-    """True if a weight has this name in its class, or `part.name` in a class of parts."""
-    return f".{path}".endswith(f".{name}")
-
-
 def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
     """The Scale of each weight, in a tree like the model's table.
 
@@ -98,18 +92,11 @@ def scales_of(c: OptimizerConfig, model: LanguageModel) -> Any:
         "residual": 1 / depth,
         "logits": math.prod(tied),
     }
-    own = getattr(model, "multipliers", {})
-    known = [path for path, *_ in arrays_of(type(table), table)]
-    unknown = (name for name in itertools.chain(*own.values()) if not any(_is_named(path, name) for path in known))
-    if wrong := sorted({*own} - {*wanted}) or sorted(unknown):
-        raise ValueError(
-            f"multipliers of model.module {model.config.module!r} has {wrong[0]!r}; it maps {', '.join(wanted)} to "
-            "weights."
-        )
     multipliers = dict.fromkeys((path for path, *_ in arrays), 1.0)
     for what, factor in wanted.items():
-        for path in _carriers(model, what, multipliers.keys()) if factor != 1 else ():
-            multipliers[path] *= factor
+        if factor != 1:
+            for path in _carriers(model, what, multipliers.keys()):
+                multipliers[path] *= factor
 
     def scale(path: str, dims: Any, weight: Weight, there: Weight) -> Scale:
         in_layers = is_in_stack(path, type(table))
@@ -150,22 +137,26 @@ def _carriers(model: LanguageModel, what: str, paths: Collection[str]) -> list[s
 
     Each class of weights makes its own choice, since layers of several kinds may have other weights.
     """
-    own = getattr(model, "multipliers", {}).get(what)
-    classes = {path.rpartition(".")[0] for path in paths}
+    own = getattr(model, "multipliers", {})
+    if not {*own} <= {*CARRIERS}:
+        raise ValueError(f"multipliers has {', '.join(own)}; it maps {', '.join(CARRIERS)} to weights.")
+    found = []
+    for choice in [[(name,)] for name in own[what]] if what in own else CARRIERS[what]:
+        chosen: list[str] = []
+        for of_class in dict.fromkeys(path.rpartition(".")[0] for path in paths):
+            in_class = [path for path in paths if path.rpartition(".")[0] == of_class]
+            named = ([path for path in in_class if _is_one(path, group)] for group in choice)
+            chosen += next((of_group for of_group in named if of_group), [])
+        if not chosen:
+            raise ValueError(
+                f"model.module is {model.config.module!r}, which has no weight {' or '.join(x[0] for x in choice)} "
+                f"that scales the {what}. Name those to which it is proportional in its Model: "
+                f'multipliers = {{"{what}": ["<weight>"]}}.'
+            )
+        found += chosen
+    return found
 
-    def chosen(choice: list) -> list[str]:
-        found = []
-        for of_class in classes:
-            names = [[f"{of_class}.{name}".removeprefix(".") for name in group] for group in choice]
-            found += next((group for group in names if group[0] in paths), [])
-        return [path for path in found if path in paths]
 
-    found = [chosen(choice) for choice in CARRIERS[what]]
-    if own:
-        found = [[path for path in paths if any(_is_named(path, name) for name in own)]]
-    if not all(found):
-        raise ValueError(
-            f"model.module is {model.config.module!r}: no weight is known that scales the {what}. Name those to which "
-            f'it is proportional in its Model: multipliers = {{"{what}": ["<weight>"]}}.'
-        )
-    return [path for paths in found for path in paths]
+def _is_one(path: str, names: Collection[str]) -> bool:
+    """True if a weight has one of these names in its class, or of `part.name` in a class of parts."""
+    return any(f".{path}".endswith(f".{name}") for name in names)
