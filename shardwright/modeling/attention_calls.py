@@ -20,7 +20,7 @@ from shardwright.modeling.attention import Attention
 from shardwright.modeling.attention_paths import choose
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Positions, same_document
-from shardwright.modeling.model import Tokens, compute_scope, inputs_of, period_of
+from shardwright.modeling.model import compute_scope, inputs_of, period_of
 from shardwright.modeling.weights import shapes_of, stacks_before_layers
 
 PAIRS = 2**22
@@ -60,6 +60,7 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
         sequences: sequences of a microbatch, over all devices; each device has at least one.
     """
     model = forward.model
+    period = period_of(model)
     calls = []
 
     def shape(x):
@@ -80,22 +81,22 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
     def per_device(w: Of[model.Weights], batch: TokenBatch, seeds: u32["B/b"] | None) -> f32[""]:
         with pipeline_stage():
             tokens = forward.tokens(batch, seeds)
-            layers(forward.gatherable(w), tokens.prepared(model), Noted(forward.einsum, forward.training, tokens))
+            attention = Noted(forward.einsum, forward.training, tokens)
+            tokens = tokens.prepared(model)
+            w = forward.gatherable(w)
+            x = varying(model.embed(w, tokens), stage_axes())
+            each = [(0, name, len(jax.tree.leaves(stack)[0])) for name, stack in stacks_before_layers(w).items()]
+            each += [(place, "layers", model.config.layers // period) for place in range(period)]
+            for index, which in enumerate(each):
+                place, name, _ = which
+                w_layer = jax.tree.map(lambda stack, place=place: stack[place], getattr(w, name))
+                of_layer = tokens.in_layer(jnp.int32(index), place)
+                x, _ = split_aux(model.layer(x, w_layer, of_layer, attention.in_layer(which)))
         return jnp.zeros(())
-
-    def layers(w: Any, tokens: Tokens, attention: Noted) -> None:
-        x = varying(model.embed(w, tokens), stage_axes())
-        each = [(0, name, len(jax.tree.leaves(stack)[0])) for name, stack in stacks_before_layers(w).items()]
-        count = model.config.layers // period_of(model)
-        for index, which in enumerate([*each, *((place, "layers", count) for place in range(period_of(model)))]):
-            place, name, _ = which
-            w_layer = jax.tree.map(lambda stack, place=place: stack[place], getattr(w, name))
-            of_layer = tokens.in_layer(jnp.int32(index), place)
-            x, _ = split_aux(model.layer(x, w_layer, of_layer, attention.in_layer(which)))
 
     # One period of layers in each stage; the number of layers does not matter.
     w = shapes_of(model.table)
-    count = period_of(model) * mesh_axes().get(PIPELINE_AXIS, 1)
+    count = period * mesh_axes().get(PIPELINE_AXIS, 1)
     of_a_period = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), w.layers)
     rows = max(sequences, shardops.axis_size("r d e"))
     batch = jax.tree.map(

@@ -145,7 +145,9 @@ def run(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, block: 
         pairs = _pairs(mask, q) if path == "cudnn" else None
         bias = None if pairs is None else pairs.astype(q.dtype)  # what JAX turns it into
         return planned_kernel(mask.pattern, k.shape[1], path, q, k, v, bias)
-    return blockwise(q, k, v, mask, block) if path == "blockwise" else KERNEL_OF[path](q, k, v, mask)
+    if path == "blockwise":
+        return blockwise(q, k, v, mask, block)
+    return {"cudnn": cudnn, "triton": triton, "splash": splash}[path](q, k, v, mask)
 
 
 def _with_zeros(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
@@ -155,7 +157,7 @@ def _with_zeros(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask)
     def filled(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, width - x.shape[-1])])
 
-    pattern = mask.pattern.replaced(scale=mask.pattern.scale_of(q.shape[-1]))
+    pattern = dataclasses.replace(mask.pattern, scale=mask.pattern.scale_of(q.shape[-1]))
     out = run(path, filled(q), filled(k), filled(v), dataclasses.replace(mask, pattern=pattern), None)
     return out[..., : v.shape[-1]]
 
@@ -207,9 +209,6 @@ def triton(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"]
     # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
     out = attend(*alike(heads, k, v, mask.queries.document))
     return shardops.rearrange("B/b L (K/t Q) D -> B/b L K/t Q D", out, Q=q.shape[3])
-
-
-KERNEL_OF = {"cudnn": cudnn, "triton": triton, "splash": splash}
 
 
 def _masked(pattern: AttentionMask) -> tuple:

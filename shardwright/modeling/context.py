@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +31,6 @@ from shardwright.modeling.blockwise import in_blocks, in_one_state
 from shardwright.modeling.masks import AttentionMask, Mask, Positions
 from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import planned_kernel
-
-
-class AttentionSettings(Protocol):
-    """Settings of the section `training` that decide how attention is computed."""
-
-    attention: str
-    attention_block: int | None
-    context: str
 
 
 def vary_over_c(weights: object) -> Any:
@@ -148,12 +140,12 @@ STRATEGIES: dict[str, Callable] = {"gather": gather, "ring": ring, "ulysses": ul
 """Strategies by name, as in training.context."""
 
 
-def way_of(training: AttentionSettings) -> str:
+def way_of(training: Any) -> str:
     """Name of the strategy of a run on the current mesh: `whole` if each device has whole sequences."""
     return training.context if "c" in mesh_axes() else "whole"
 
 
-def strategy(training: AttentionSettings, q: object, learned: tuple, dropout: bool) -> Callable | None:
+def strategy(training: Any, q: Any, learned: tuple, dropout: bool) -> Callable | None:
     """The strategy of a run on the current mesh; None if each device has whole sequences.
 
     Raises ValueError if it cannot compute this.
@@ -161,27 +153,8 @@ def strategy(training: AttentionSettings, q: object, learned: tuple, dropout: bo
     how = way_of(training)
     if how == "whole":
         return None
-    _check(how, training.attention, q, learned, dropout)
-    if how == "ring":
-        return functools.partial(ring, block=training.attention_block)
-    return STRATEGIES[how]
-
-
-def on_device(how: str, q: Any) -> tuple[Any, int]:
-    """Shape and dtype of the queries for which a device computes attention, and its number of keys."""
-    b, length, kv, queries, d = q.shape
-    keys = length * (1 if how == "whole" else shardops.axis_size("c"))
-    if how == "ulysses":
-        g, r = shares(kv * shardops.axis_size("t"))
-        length = keys
-        kv = kv // g
-        queries = max(queries // r, 1)
-    return jax.ShapeDtypeStruct((b, length, kv, queries, d), q.dtype), keys
-
-
-def _check(how: str, path: str, q: Any, learned: tuple, dropout: bool) -> None:
-    """Raises ValueError if a strategy cannot compute this with training.attention = `path`."""
     _, parts = shares(q.shape[2] * shardops.axis_size("t"))
+    path = training.attention
     reasons = {
         "gather": [],
         "ulysses": [
@@ -197,3 +170,18 @@ def _check(how: str, path: str, q: Any, learned: tuple, dropout: bool) -> None:
     if why := next((why for refuses, why in [*of_all, *reasons[how]] if refuses), None):
         remedy = "set mesh.c=1, or the model's dropout to 0" if dropout else "choose gather, or set mesh.c=1"
         raise ValueError(f"training.context is {how}, which cannot do this: {why}. To continue, {remedy}.")
+    if how == "ring":
+        return functools.partial(ring, block=training.attention_block)
+    return STRATEGIES[how]
+
+
+def on_device(how: str, q: Any) -> tuple[Any, int]:
+    """Shape and dtype of the queries for which a device computes attention, and its number of keys."""
+    b, length, kv, queries, d = q.shape
+    keys = length * (1 if how == "whole" else shardops.axis_size("c"))
+    if how == "ulysses":
+        g, r = shares(kv * shardops.axis_size("t"))
+        length = keys
+        kv = kv // g
+        queries = max(queries // r, 1)
+    return jax.ShapeDtypeStruct((b, length, kv, queries, d), q.dtype), keys

@@ -1,8 +1,4 @@
-"""Compares the implementations of attention that a step uses with softmax_attention, before the first step.
-
-einsum is softmax_attention. Any other implementation that `training.attention` names, and `ulysses`, is compared with
-einsum over gathered keys: results and gradients, in exact arithmetic, and kernels as the devices compute them.
-"""
+"""Compares the implementations of attention that a step uses with softmax_attention, before the first step."""
 
 import dataclasses
 import functools
@@ -42,12 +38,12 @@ LEAST_BLOCKS, DOCUMENTS = 4, 5
 
 
 def check_paths(step: Any, options: dict[str, Any] | None = None) -> None:
-    """Compares each implementation that the layers use with softmax_attention over gathered keys.
+    """Compares each implementation that the layers use with softmax_attention (einsum) over gathered keys.
 
-    Blockwise attention, rings and ulysses are run in exact arithmetic. Kernels cannot be looked into: blockwise
-    attention is run so in their place, and they are compared with softmax_attention on the run's devices, in f32 if
-    they take it. Each device has one sequence of DOCUMENTS documents and LEAST_BLOCKS blocks, with its own number of
-    heads. EXACT_PAIRS and PAIRS limit the length of the sequence.
+    Results and gradients of blockwise attention, rings and ulysses are compared in exact arithmetic. Kernels cannot be
+    looked into: blockwise attention is run so in their place, and they are compared with softmax_attention on the run's
+    devices, in f32 if they take it. Each device has one sequence of DOCUMENTS documents and LEAST_BLOCKS blocks, with
+    its own number of heads. EXACT_PAIRS and PAIRS limit the length of the sequence.
 
     Args:
         step: the training step, a Step. Its evaluation may use other masks.

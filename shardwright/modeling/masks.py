@@ -9,7 +9,6 @@ keys, arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, quer
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,15 +58,11 @@ def same_document(q: Positions, k: Positions) -> jax.Array:
     return q.document == k.document
 
 
-_made = functools.partial(dataclasses.field, default_factory=place_of_caller, init=False, compare=False, repr=False)
-
-
 @dataclasses.dataclass(frozen=True)
 class Window:
     """Condition: the key is among the last `size` (at least 1) positions, including the query's (arXiv 2004.05150)."""
 
     size: int
-    made: str = _made()
 
     def __post_init__(self):
         if self.size < 1:
@@ -83,7 +78,6 @@ class SoftCap:
     """Keeps scores within ±`cap`, by cap·tanh(score / cap) (Gemma 2, arXiv 2408.00118); `cap` is above 0."""
 
     cap: float
-    made: str = _made()
 
     def __call__(self, scores: jax.Array, q: Positions, k: Positions, heads: jax.Array) -> jax.Array:
         """Caps the scores."""
@@ -105,7 +99,7 @@ class AttentionMask:
     causal: bool = True
     """True: check that the model is causal, i.e. that its logits depend on no later token and no other document. False:
     it is not causal, on purpose."""
-    made: str = _made()
+    made: str = dataclasses.field(default_factory=place_of_caller, kw_only=True, compare=False, repr=False)
     """`file.py:line` where the mask was made."""
 
     def __post_init__(self):
@@ -162,13 +156,7 @@ class AttentionMask:
 
     def without(self, condition: Callable[..., Any]) -> "AttentionMask":
         """Returns the mask without this condition."""
-        return self.replaced(mask_mod=tuple(x for x in self.mask_mod if x is not condition))
-
-    def replaced(self, **changes: Any) -> "AttentionMask":
-        """Returns the mask with other parts, which messages name by the same line."""
-        found = dataclasses.replace(self, **changes)
-        object.__setattr__(found, "made", self.made)
-        return found
+        return dataclasses.replace(self, mask_mod=tuple(x for x in self.mask_mod if x is not condition))
 
     def __str__(self) -> str:
         def name(function):

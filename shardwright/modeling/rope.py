@@ -55,15 +55,13 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 def attention_factor(scaling: RopeScaling | None) -> float:
     """Factor by which to multiply rotated queries and keys."""
-    if scaling is None:
+    if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    if scaling.kind == "yarn":
-        if scaling.mscale and scaling.mscale_all_dim:
-            return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
-        return yarn_mscale(scaling.factor)
-    return 1.0
+    if scaling.mscale and scaling.mscale_all_dim:
+        return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+    return yarn_mscale(scaling.factor)
 
 
 def tables(c: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

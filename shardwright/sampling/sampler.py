@@ -38,7 +38,7 @@ from shardwright.run.step import Step
 from shardwright.sampling.cache import Texts, check_cache, filled_cache, next_logits
 
 CHUNK = 32
-"""Default number of tokens per text that are drawn before the host reads them."""
+"""Most tokens per text that are drawn before the host reads them."""
 SHORTEST = 16
 """Fewest positions of a forward pass over texts. Longer ones are powers of two, so that few programs are compiled."""
 
@@ -203,18 +203,17 @@ class Sampler(Programs):
         context: number of tokens that the next one can attend to, with bos; at most the model's positions. A text that
             fills it ends.
         batch: most texts at once; rounded up to a multiple of the devices.
-        chunk: tokens per text that are drawn before the host reads them.
 
     Raises:
         ValueError: a setting is out of range, or the model has inputs other than tokens.
     """
 
-    def __init__(self, step: Step, settings: Sampling, context: int, batch: int = 64, chunk: int = CHUNK):
+    def __init__(self, step: Step, settings: Sampling, context: int, batch: int = 64):
         check_ranges("sampling", settings)
         check_ids("stop", settings.stop, step.model.config.vocab)
         step.model.config.check(context)
         self.settings, self.context, self._batch = settings, context, batch
-        self._chunk = min(chunk, settings.max_tokens)
+        self._chunk = min(CHUNK, settings.max_tokens)
         super().__init__(step)
         self._t = self.mesh.shape["t"]
         self._checked = False
@@ -260,7 +259,6 @@ class Sampler(Programs):
         weights: object,
         prompts: Sequence[Sequence[int]],
         is_over: Callable[..., Any] = lambda prompt, ids: False,
-        first: int = 0,
     ) -> list[list[int]]:
         """Generates tokens after each prompt, including the one that ended the text.
 
@@ -271,7 +269,6 @@ class Sampler(Programs):
             prompts: token ids. After an empty prompt, the text begins after bos.
             is_over: maps a prompt and the ids added to it to whether the text is complete. Called after every chunk, so
                 texts may have more tokens.
-            first: index of the first text, on which its noise depends.
 
         Raises:
             ValueError: token ids are outside the model's vocabulary, a prompt fills the context, or the model cannot be
@@ -281,7 +278,7 @@ class Sampler(Programs):
         batch = -(-min(len(prompts), self._batch) // self.mesh.size) * self.mesh.size
         result = []
         for i in range(0, len(prompts), batch):
-            result += self._generate(weights, prompts[i : i + batch], first + i, batch, is_over)
+            result += self._generate(weights, prompts[i : i + batch], i, batch, is_over)
         return result
 
     def check(self, prompts: Sequence[Sequence[int]]) -> None:

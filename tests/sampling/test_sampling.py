@@ -12,6 +12,7 @@ import train
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import f32, i32, u32
 from shardwright.run.step import trace_step
+from shardwright.sampling import sampler as sampler_module
 from shardwright.sampling.sampler import Sampler, Sampling, choose, gumbel_noise, lowest_kept
 from tests.support import tiny
 from tests.support.redrawn import kept_by_numpy, redrawn
@@ -142,8 +143,9 @@ def test_a_text_is_over_where_its_reader_says_so():
 
 def test_texts_are_numbered_over_all_batches_and_end_with_the_context(monkeypatch):
     """Each token that is drawn here is the number of its text. A prompt of 7 tokens leaves room for one."""
+    monkeypatch.setattr(sampler_module, "CHUNK", 4)
     with jax.set_mesh(tiny.mesh("one device")):
-        sampler = Sampler(tiny.step(tiny.config()), Sampling(max_tokens=6), 8, batch=2, chunk=4)
+        sampler = Sampler(tiny.step(tiny.config()), Sampling(max_tokens=6), 8, batch=2)
 
     def run(program, weights, *args):
         _, texts = args
@@ -155,8 +157,8 @@ def test_texts_are_numbered_over_all_batches_and_end_with_the_context(monkeypatc
 
     monkeypatch.setattr(sampler, "run", run)
     sampler._checked = True  # which compiles programs
-    texts = sampler.generate(None, [[5] * length for length in (7, 3, 0, 2, 6)], first=7)
-    assert texts == [[7], [8] * 5, [9] * 6, [10] * 6, [11] * 2]
+    texts = sampler.generate(None, [[5] * length for length in (7, 3, 0, 2, 6)])
+    assert texts == [[0], [1] * 5, [2] * 6, [3] * 6, [4] * 2]
 
 
 # ---- the draw -----------------------------------------------------------------------------------------------------

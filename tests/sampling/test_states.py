@@ -17,6 +17,7 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.run.step import trace_step
 from shardwright.sampling import cache
+from shardwright.sampling import sampler as sampler_module
 from shardwright.sampling.sampler import Sampler, Sampling
 from tests.support import state_models as models
 from tests.support import tiny
@@ -74,13 +75,14 @@ def host_weights(name: str):
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", models.KINDS)
-def test_texts_are_those_of_the_forward_pass(name, mesh):
+def test_texts_are_those_of_the_forward_pass(name, mesh, monkeypatch):
     """Prompts have several lengths: padding leaves a state. On several devices, the programs are proved."""
+    monkeypatch.setattr(sampler_module, "CHUNK", 5)
     kind = models.KINDS[name]
     c = tiny.config(ModelConfig(**models.SIZES))
     with jax.set_mesh(tiny.mesh(mesh)):
         w = tiny.place(host_weights(name), kind.Weights)
-        sampler = Sampler(trace_step(c, kind(c.model)), DRAWN, CONTEXT, chunk=5)
+        sampler = Sampler(trace_step(c, kind(c.model)), DRAWN, CONTEXT)
         texts = sampler.generate(w, PROMPTS)
         assert redrawn(sampler.forward, w, PROMPTS, texts, DRAWN, CONTEXT) == texts
     assert len({tuple(text) for text in texts}) == len(PROMPTS)
