@@ -19,8 +19,7 @@ from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import inputs_of_loss
 from shardwright.run.config import Config, TrainingConfig
 from shardwright.run.differences import flat
-from shardwright.run.files import literal
-from shardwright.settings.settings import made, typed
+from shardwright.settings.settings import made
 
 _SECTIONS = {"training": TrainingConfig, "data": DataConfig, "optimizer": OptimizerConfig}
 MAY_CHANGE = [f"{section}.{name}" for section, kind in _SECTIONS.items() for name in marked(kind, CHANGING)]
@@ -65,7 +64,7 @@ def config_at(c: Config, step: int) -> Any:
     found = settings_at(dataclasses.asdict(c), step)
     sections = {}
     for name in ("data", "optimizer", "training"):
-        sections[name] = made(typed(type(getattr(c, name)), literal(found[name]), f"{name}."), f"{name}.")
+        sections[name] = made(type(getattr(c, name)), found[name], name)
     return dataclasses.replace(c, **sections)
 
 

@@ -20,7 +20,7 @@ from shardwright.run.config import Config
 from shardwright.run.differences import flat
 from shardwright.run.trackers import check_trackers
 from shardwright.settings.command_line import register_shipped
-from shardwright.settings.settings import made, typed, untyped
+from shardwright.settings.settings import made, untyped
 
 
 def register_schema() -> None:
@@ -39,14 +39,13 @@ def to_config(composed: DictConfig | dict) -> Config:
 
     Raises ValueError for a setting that is missing, unknown, or out of range.
     """
-    config = typed(Config, composed)
-    if not isinstance(config.model, DictConfig):
-        raise ValueError(f"model is {config.model!r}; it must be a section, with the settings of a model.")
-    name = config.model.get("module", "train")
+    c = made(Config, composed)
+    if not isinstance(c.model, dict):
+        raise ValueError(f"model is {c.model!r}; it must be a section, with the settings of a model.")
+    name = c.model.get("module", "train")
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"model.module is {name!r}; give the name of a Python module, such as train or gpt2.")
-    config.model = typed(module_of(name).ModelConfig, config.model, "model.")
-    c = made(config)
+    c.model = made(module_of(name).ModelConfig, c.model, "model")
     if c.optimizer.base is not None:
         c.optimizer.base = _checked_base(c)
     check_config(c)
@@ -58,7 +57,7 @@ def _checked_base(c: Config) -> dict[str, Any]:
     base = c.optimizer.base
     if not isinstance(base, dict):
         raise ValueError(f"optimizer.base is {base!r}; give settings of the model: 'optimizer.base={{d_model: 64}}'.")
-    model = made(typed(type(c.model), dataclasses.asdict(c.model) | base, "optimizer.base."))
+    model = made(type(c.model), dataclasses.asdict(c.model) | base, "optimizer.base")
     for name in ("module", "vocab", "bos_id", "experts"):
         if name in base and base[name] != getattr(c.model, name):
             raise ValueError(f"optimizer.base has {name}, with which nothing is scaled; leave it out.")

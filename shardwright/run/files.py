@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,15 +40,6 @@ def as_config(found: object, where: str) -> dict[str, dict]:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} has a value that is not a setting: {error}. Is it a run of this program?") from error
     return found
-
-
-def literal(value: object) -> Any:
-    """Escapes a saved value so that OmegaConf does not interpolate it: `${oc.env:HOME}` remains that text."""
-    if isinstance(value, Mapping):
-        return {key: literal(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [literal(part) for part in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 _MOST_BYTES, _MOST_STEP = 2**32, 2**53

@@ -31,10 +31,10 @@ from shardwright.run.directory import check_place, run_directory
 from shardwright.run.printing import log
 from shardwright.run.sweeps import Job
 from shardwright.run.trackers import check_installed
-from shardwright.settings.command_line import Program, command_of, read_overrides, search_first
+from shardwright.settings.command_line import Program, read_overrides, search_first
 from shardwright.settings.exits import STOPPED
 from shardwright.settings.program import refusals_shown, start
-from shardwright.settings.settings import made, typed, untyped
+from shardwright.settings.settings import made, untyped
 
 CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
 
@@ -61,7 +61,7 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
     def main() -> None:
         gc.freeze()  # or each collection would traverse all modules, in the training loop too
         register_schema()
-        about = Program(command_of("train"), CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")
+        about = Program("python -m train", CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")
         start(about, sent, _sections)
 
     sent = Job(job)
@@ -77,7 +77,7 @@ def composed(name: str, *overrides: str, own: str | Path | None = None) -> Confi
     register_schema()
     folders = [Path(own)] if own and Path(own).is_dir() else []
     search_first(folders)
-    read = read_overrides(Program("train", CONFIGS, None, Config), folders, overrides)
+    read = read_overrides(Program("train", CONFIGS, None, Config), overrides)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return to_config(compose(name, read))
 
@@ -100,7 +100,7 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
 
     def composed(config: Any) -> None:
         with refusals_shown():
-            settings = made(typed(kind, config[name], f"{name}."), f"{name}.")
+            settings = made(kind, config[name], name)
             check_ranges(name, settings)
             with open_dict(config):
                 del config[name]
@@ -113,7 +113,7 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
     with open_dict(known):
         known[name] = untyped(kind)
     ConfigStore.instance().store(name="config_schema", node=known)
-    about = Program(command_of(f"tools.{name}"), CONFIGS, None, schema, doc)
+    about = Program(f"python -m tools.{name}", CONFIGS, None, schema, doc)
     start(about, composed, _sections)
 
 

@@ -23,7 +23,7 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checks import to_config
 from shardwright.run.config import Config, TrainingConfig
 from shardwright.run.differences import config_differences, flat
-from shardwright.run.files import as_config, literal
+from shardwright.run.files import as_config
 from shardwright.run.stores import Damaged
 from shardwright.settings.settings import is_section, without_null
 
@@ -99,7 +99,7 @@ def config_of(saved: dict, trust: bool = False) -> Config:
                 f"{name} of the checkpoint is {value!r}, which is not shipped here; importing it would run its code. "
                 "Give trust=true if the run is yours or you have read that file."
             )
-    c = to_config(literal(with_defaults(saved, module)))
+    c = to_config(with_defaults(saved, module))
     for name, value in () if trust else fetched(c):
         raise ValueError(
             f"{name} of the run is {value!r}, which would be downloaded. Give trust=true if the run is yours or you "

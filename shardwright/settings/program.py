@@ -23,10 +23,10 @@ from omegaconf.errors import OmegaConfBaseException
 from shardlib.places import is_raised_on_purpose
 from shardwright.data.checks import check_ranges
 from shardwright.data.untrusted import check_private, first_line, shown
-from shardwright.settings.command_line import Program, command_of, explained, parse, register_shipped, search_first
+from shardwright.settings.command_line import Program, explained, parse, register_shipped, search_first
 from shardwright.settings.exits import ERROR, LOST, exit_of
 from shardwright.settings.help import help_text
-from shardwright.settings.settings import made, typed, untyped
+from shardwright.settings.settings import made, untyped
 from shardwright.settings.starting import missing_package, prepare
 from shardwright.settings.words import as_installed
 
@@ -140,7 +140,7 @@ def _start(program: Program, job: Callable[[Any], Any], sections: Callable[[], d
     try:
         hydra.main(version_base="1.3", config_path=str(program.configs), config_name=line.config_name)(job)()
     except Exception as error:
-        if isinstance(error, Refused) or not (message := explained(program, error)):
+        if isinstance(error, Refused) or not (message := explained(program, line.directories, error)):
             raise
         raise ValueError(message) from error
 
@@ -173,10 +173,10 @@ def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:
     @functools.wraps(run)
     def job(config: object) -> None:
         with refusals_shown():
-            settings = made(typed(schema, config))
+            settings = made(schema, config)
             check_ranges("", settings)
             run(settings)
 
     ConfigStore.instance().store(f"{name}_schema", untyped(schema))
     doc = inspect.getmodule(run).__doc__ or ""
-    start(Program(command_of(f"tools.{name}"), PACKAGE / "tools" / "configs", name, schema, doc), job)
+    start(Program(f"python -m tools.{name}", PACKAGE / "tools" / "configs", name, schema, doc), job)

@@ -1,20 +1,20 @@
-"""Reads the names, types, defaults and docstrings of settings from their dataclasses."""
+"""Reads the names, types, defaults and docstrings of settings from dataclasses, and makes these from values."""
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
 import inspect
-import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hydra.conf import HydraConf
+import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
 from shardwright.data.checks import expand_paths
 from shardwright.data.untrusted import first_line
@@ -71,140 +71,155 @@ class Setting(NamedTuple):
 
 
 class UnknownSetting(ValueError):
-    """A name that is no setting. `meant` is the one that probably is; None if none is like it."""
+    """A name that is no setting: `part` is none of the settings `known` of a section, "" for the whole schema."""
 
-    def __init__(self, name: str, meant: str | None, known: str):
-        self.meant = meant
-        super().__init__(f"there is no setting {name}. {f'Did you mean {meant}?' if meant else known}")
+    def __init__(self, section: str, part: str, known: Iterable[str]):
+        self.section = section
+        self.part = part
+        self.known = [*known]
 
 
-def settings_of(schema: type, prefix: str = "", sections: dict[str, type] | None = None) -> Iterator[Setting]:
+def settings_of(schema: type, prefix: str = "", sections: Mapping[str, type] | None = None) -> Iterator[Setting]:
     """Yields the settings of a dataclass in order. A section, also one of `sections`, comes before its settings."""
-    kinds, docs = typing.get_type_hints(schema) | (sections or {}), _docstrings(schema)
+    kinds = {**_kinds(schema), **(sections or {})}
+    docs = _docstrings(schema)
     for field in dataclasses.fields(schema):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        default = MISSING if default is dataclasses.MISSING else default
-        setting = Setting(f"{prefix}{field.name}", kinds[field.name], default, docs.get(field.name, ""))
+        setting = Setting(f"{prefix}{field.name}", kinds[field.name], _default(field), docs.get(field.name, ""))
         yield setting
         if is_section(setting.kind):
             yield from settings_of(without_null(setting.kind), f"{setting.name}.")
 
 
-def kind_of(schema: type, name: str, prefix: str = "") -> Any:
-    """Returns the type of a setting. Raises UnknownSetting. `prefix` is the section of `schema`, with a dot."""
-    parts = name.split(".")
-    if parts[0] == "hydra":
-        return kind_of(HydraConf, ".".join(parts[1:]), "hydra.") if parts[1:] else HydraConf
-    kind: Any = schema
-    for i, part in enumerate(parts):
-        kind = without_null(kind)
-        if kind is Any:
-            return Any
-        if typing.get_origin(kind) in (list, dict):
-            kind = typing.get_args(kind)[-1]
-            continue
-        known = _fields(kind) if is_section(kind) else {}
-        if part not in known:
-            path = (prefix + ".".join(parts[:i])).rstrip(".")
-            has = f"{f'The section {path} has' if path else 'There are'} {listed([*known], 12)}."
-            meant = _meant(schema, parts, i, known, prefix) if known else path
-            raise UnknownSetting(prefix + name, meant, has)
-        kind = known[part]
-    return kind
+def _default(field: dataclasses.Field) -> Any:
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return MISSING if default is dataclasses.MISSING else default
 
 
 @functools.cache
-def _fields(schema: type) -> dict[str, Any]:
+def _kinds(schema: type) -> dict[str, Any]:
     hints = typing.get_type_hints(schema)
     return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
 
 
-def _meant(schema: type, parts: list[str], i: int, known: Iterable[str], prefix: str) -> str | None:
-    """Returns what another trainer's name stands for, or the closest name for part `i`, in its section or elsewhere."""
-    names = [s.name for s in settings_of(schema, prefix) if not is_section(s.kind)]
-    others: dict[str, list[str]] = {}
-    for name in names:
-        others.setdefault(name.rpartition(".")[2], []).append(name)
-    sections = {name.partition(".")[0] for name in names}
-    for ours, theirs in NAMES_OF_OTHERS.items():
-        if parts[-1].lower() in theirs.split() and ours.partition(".")[0] in sections:
-            return ours
-    for near in difflib.get_close_matches(parts[i], known, n=1):
-        closest = ".".join([*parts[:i], near, *parts[i + 1 :]])
-        try:
-            kind_of(schema, closest, prefix)
-        except UnknownSetting as error:
-            return error.meant
-        return prefix + closest
-    return next((" or ".join(others[near]) for near in difflib.get_close_matches(parts[-1], others, 1, 0.65)), None)
+def kind_of(schema: type, name: str) -> Any:
+    """Returns the type of a setting; Any where it is not known. Raises ValueError if its first part does not exist."""
+    part, _, rest = name.partition(".")
+    if part not in _kinds(schema):
+        raise ValueError(_explained(schema, "", UnknownSetting("", part, _kinds(schema)), rest))
+    kind: Any = schema
+    for part in name.split("."):
+        if typing.get_origin(kind) is dict:
+            kind = typing.get_args(kind)[1]
+        else:
+            kind = _kinds(kind).get(part, Any) if is_section(kind) else Any
+        kind = without_null(kind)
+    return kind
 
 
-def typed(schema: type, values: Any, prefix: str = "") -> Any:
-    """Merges values, nested by name, into the defaults of a dataclass. Returns a DictConfig of its types.
-
-    1e9 may be a whole number, and one value a list. Raises ValueError for a name that is no setting, and a wrong value.
-    `prefix` is the section of `schema`, with a dot.
-    """
-    values = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
-    try:
-        return OmegaConf.merge(OmegaConf.structured(schema), _converted(schema, "", values, prefix))
-    except OmegaConfBaseException as error:
-        name = f"{prefix}{error.full_key}"
-        if not isinstance(error, ValidationError):
-            raise ValueError(f"{name}: {first_line(error)}. Correct its value.") from None
-        kind = kind_of(schema, re.sub(r"\[(\d+)\]", r".\1", str(error.full_key)), prefix)
-        raise ValueError(f"{name} is {shown_value(error.value)}; it must be {words_for(kind)}.") from None
-
-
-def _converted(schema: type, name: str, value: Any, prefix: str) -> Any:
-    """Corrects what YAML made of a value, by the declared type of its setting."""
-    declared = kind_of(schema, name, prefix) if name else schema
-    kind = without_null(declared)
-    if value is None or kind is Any or (isinstance(value, str) and ("${" in value or value == MISSING)):
-        return value
-    shape = dict if is_section(kind) else typing.get_origin(kind)
-    if shape is list and not isinstance(value, dict | list):
-        value = [value]
-    if not isinstance(value, shape or str | int | float):
-        raise ValueError(f"{prefix}{name} is {value}; it must be {words_for(declared)}.")
-    if isinstance(value, list):
-        return [_converted(schema, f"{name}.0", each, prefix) for each in value]
-    if isinstance(value, dict):
-        for section, dot, rest in (str(key).partition(".") for key in value if is_section(kind)):
-            if dot:
-                raise ValueError(f"{section}.{rest} is not a setting here; write {section}: {{{rest}: <value>}}.")
-        return {key: _converted(schema, f"{name}.{key}".lstrip("."), each, prefix) for key, each in value.items()}
-    if kind is str and not isinstance(value, str):
-        raise ValueError(f"{prefix}{name} is {shown_value(value)}, which is not a text. Put it in quotes.")
-    return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
+def _explained(schema: type, prefix: str, unknown: UnknownSetting, rest: str = "") -> str:
+    """Writes the message for an unknown setting, with the one that is probably meant, or those of its section."""
+    section, part, known = unknown.section, unknown.part, unknown.known
+    name = ".".join(filter(None, (section, part, rest)))
+    names = [setting.name for setting in settings_of(schema, prefix) if not is_section(setting.kind)]
+    sections = {each.partition(".")[0] for each in names}
+    last = name.rpartition(".")[2]
+    meant = [ours for ours, theirs in NAMES_OF_OTHERS.items() if last.lower() in theirs.split()]
+    meant = [ours for ours in meant if ours.partition(".")[0] in sections]
+    if not meant:
+        near = difflib.get_close_matches(part, known, n=1)
+        meant = [".".join(filter(None, (section, each, rest))) for each in near]
+    if not meant:
+        others = {each.rpartition(".")[2] for each in names}
+        near = difflib.get_close_matches(last, others, 1, 0.65)
+        meant = [each for each in names if each.rpartition(".")[2] in near]
+    if meant:
+        return f"there is no setting {name}. Did you mean {' or '.join(meant)}?"
+    has = f"The section {section} has" if section else "There are"
+    return f"there is no setting {name}. {has} {listed(known, 12)}."
 
 
-def made(config: DictConfig, prefix: str = "") -> Any:
-    """Makes the dataclasses of a typed configuration, and expands ~ in their paths.
+def made(schema: type, values: Any, section: str = "") -> Any:
+    """Makes a dataclass of settings, and its sections, from values by name. Others have their defaults.
 
-    Raises ValueError for settings without a value, and for a wrong interpolation. `prefix` is the section of `config`.
+    1e9 may be a whole number, and one value a list. A leading ~ in a path is expanded. A DictConfig is interpolated,
+    other values are not.
+
+    Raises ValueError for a setting that is unknown or missing, for a value of the wrong type, and for a wrong
+    interpolation. `section` is the name of the dataclass.
     """
     try:
-        missing = sorted(f"{prefix}{name}" for name in OmegaConf.missing_keys(config))
-        settings = None if missing else OmegaConf.to_object(config)
+        plain = OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else values
+        missing: list[str] = []
+        settings = _made(schema, section, plain, missing)
+    except UnknownSetting as unknown:
+        raise ValueError(_explained(schema, f"{section}.".lstrip("."), unknown)) from None
     except OmegaConfBaseException as error:
-        name = f"{prefix}{error.full_key}"
-        raise ValueError(f"{name}: {first_line(error)}. Correct the value of {name}.") from None
+        raise ValueError(f"{error.full_key}: {first_line(error)}. Correct its value.") from None
     if missing:
         raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>.")
-    expand_paths(prefix.rstrip("."), settings)
+    expand_paths(section, settings)
     return settings
 
 
+def _made(declared: Any, name: str, value: Any, missing: list[str]) -> Any:
+    """Converts a value to the declared type of its setting. Adds the names of settings without a value to `missing`."""
+    kind = without_null(declared)
+    if kind is Any or (value is None and kind is not declared):
+        return value
+    if value == MISSING:
+        if is_section(kind):
+            raise ValueError(f"no value for {name}. Begin the configuration with `defaults: [base, _self_]`.")
+        missing.append(name)
+        return value
+    if is_section(kind) and isinstance(value, dict):
+        return _section(kind, name, value, missing)
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is list and not isinstance(value, dict):
+        several = value if isinstance(value, list) else [value]
+        return [_made(parts[0], f"{name}[{i}]", each, missing) for i, each in enumerate(several)]
+    if typing.get_origin(kind) is dict and isinstance(value, dict):
+        return {key: _made(parts[1], f"{name}.{key}", each, missing) for key, each in value.items()}
+    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+        return _plain(kind, value)
+    remedy = " Put it in quotes." if kind is str and isinstance(value, int | float) else ""
+    raise ValueError(f"{name} is {shown_value(value)}; it must be {words_for(declared)}.{remedy}")
+
+
+def _section(schema: type, name: str, values: Mapping[str, Any], missing: list[str]) -> Any:
+    kinds = _kinds(schema)
+    for key in values:
+        section, dot, rest = str(key).partition(".")
+        if dot and section in kinds:
+            raise ValueError(f"{key} is not a setting here; write {section}: {{{rest}: <value>}}.")
+        if key not in kinds:
+            raise UnknownSetting(name, str(key), kinds)
+    needed = [field.name for field in dataclasses.fields(schema) if _default(field) == MISSING]
+    given = {}
+    for key, value in {**dict.fromkeys(needed, MISSING), **values}.items():
+        given[key] = _made(kinds[key], f"{name}.{key}".lstrip("."), value, missing)
+    return schema(**given)
+
+
+def _plain(kind: type, value: Any) -> Any:
+    """Converts a plain value. Raises ValueError, KeyError, TypeError or OverflowError for one of another type."""
+    if kind is bool:
+        return yaml.SafeLoader.bool_values[str(value).lower()]
+    if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
+        raise ValueError
+    if kind is int and isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    return kind(value)
+
+
 def untyped(schema: type) -> DictConfig:
-    """Returns the defaults of a dataclass, for Hydra's composition. `typed` checks what it composes."""
+    """Returns the defaults of a dataclass, for Hydra's composition. It takes new names: `made` checks them."""
     values: Any = OmegaConf.to_container(OmegaConf.structured(schema))
-    for name, kind in _fields(schema).items():
+    for name, kind in _kinds(schema).items():
         if is_section(kind) and values[name] == MISSING:
             values[name] = untyped(kind)
-        if isinstance(values[name], dict | DictConfig):  # open: a mapping, or section that is null, takes new names
+        if isinstance(values[name], dict):
             values[name] = DictConfig(values[name], flags={"struct": False})
-    return DictConfig(values)
+    return DictConfig(values, flags={"struct": False})
 
 
 def without_null(kind: object) -> Any:

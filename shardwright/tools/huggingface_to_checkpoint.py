@@ -37,9 +37,8 @@ from shardwright.huggingface.check import check_rules, compare_logits, mapping_o
 from shardwright.modeling.model import is_shipped
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.opening import CARRIED
-from shardwright.settings.command_line import command_of
 from shardwright.settings.program import run_program
-from shardwright.settings.words import override
+from shardwright.settings.words import override, say
 
 FILES = ["*config.json", *definitions.FILES, "*.jinja", "model*.safetensors"]
 """Files to download of a model on the hub; some models have their weights again, in other formats."""
@@ -99,11 +98,11 @@ def find_tokenizer(directory: Path, log: Callable[[str], None]) -> Any:
 
 def next_commands(output: Path) -> list[str]:
     """Writes what to do with an import."""
-    sample = f"To sample:\n  {command_of('tools.generate')} {override('run', str(output))} prompt=<text>"
+    sample = f"To sample:\n  python -m tools.generate {override('run', str(output))} prompt=<text>"
     return [
         *[sample] * (output / "tokenizer.json").is_file(),
         "To continue training, with the settings of a run in configs/:\n"
-        f"  {command_of('train')} --config-name=<run> {shlex.quote(f'--config-dir={output}')} model=imported "
+        f"  python -m train --config-name=<run> {shlex.quote(f'--config-dir={output}')} model=imported "
         f"{override('training.init_from', str(output))} data.filespec=data/<name>.zarr",
     ]
 
@@ -115,7 +114,7 @@ def left_out(name: str, content: dict, tensors: Tensors) -> list[str]:
     return [shown(f"left out   {what}; transformers leaves them out too")] * bool(left)
 
 
-def run(config: Settings, log: Callable[[str], None] = print) -> None:
+def run(config: Settings, log: Callable[[str], None] = say) -> None:
     """Writes the checkpoint.
 
     Raises:

@@ -29,9 +29,8 @@ from shardwright.data.text.files import Found, real_file
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.data.text.worker_pool import map_in_order
 from shardwright.run.differences import flat
-from shardwright.settings.command_line import command_of
 from shardwright.settings.program import run_program
-from shardwright.settings.words import listed, override
+from shardwright.settings.words import listed, override, say
 
 SPLITS = ("train", "validation")
 TRAIN_DOCUMENTS = 100_000
@@ -159,7 +158,7 @@ def run(config: Settings) -> None:
                 print(f"{config.out}/{name}: complete", flush=True)
                 continue
             print(write_split(config, name, opened[name][:2], tokenizer), flush=True)
-    print(next_steps(config, tokenizer, flat_tokens.is_there(root, "validation")), flush=True)
+    say(next_steps(config, tokenizer, flat_tokens.is_there(root, "validation")), flush=True)
 
 
 def next_steps(config: Settings, tokenizer: Tokenizer, has_validation: bool) -> str:
@@ -171,7 +170,7 @@ def next_steps(config: Settings, tokenizer: Tokenizer, has_validation: bool) -> 
     command = " ".join(override(*each) for each in values.items())
     return (
         f"vocabulary: {tokenizer.vocab_size:,}, rounded up below. In a configuration:\n\n{lines}\n"
-        f"Try it: {command_of('train')} --config-name=local_text {command}"
+        f"Try it: python -m train --config-name=local_text {command}"
     )
 
 

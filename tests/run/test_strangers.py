@@ -17,6 +17,7 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from shardwright.data.loader import StreamConfig
 from shardwright.modeling.model import is_shipped, load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.run import reference
@@ -24,8 +25,9 @@ from shardwright.run.changes import steps_of, tokens_before
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.files import read_config
 from shardwright.run.opening import StagesChoice, open_run, read_weights
-from shardwright.run.resuming import check_resumes, config_of, literal, saved_config
+from shardwright.run.resuming import check_resumes, config_of, saved_config
 from shardwright.run.step import trace_step
+from shardwright.settings.settings import made
 from shardwright.tools import checkpoint_to_huggingface, evaluate
 from shardwright.tools.generate import MeshChoice, Settings, generate
 from shardwright.tools.replay import __main__ as replay
@@ -205,8 +207,9 @@ TEXTS = ["${oc.env:SECRET}", r"\${oc.env:SECRET}", r"\\${oc.env:SECRET}", "a${b"
 @pytest.mark.quick
 def test_a_saved_setting_is_the_text_that_it_was(monkeypatch):
     monkeypatch.setenv("SECRET", "s3cr3t")
-    saved = [{"a": text, "b": [{"c": text}]} for text in TEXTS]
-    assert [OmegaConf.to_container(OmegaConf.create(literal(x)), resolve=True) for x in saved] == saved
+    saved = {"train_files": TEXTS, "dataset": TEXTS[0]}
+    found = made(StreamConfig, saved)
+    assert (found.train_files, found.dataset) == (TEXTS, TEXTS[0])
 
 
 WRONG = [
@@ -272,7 +275,7 @@ ODD = [
     ("pipeline", {"schedule": ["gpipe"]}, "config.pipeline.schedule is ['gpipe']; it must be a text"),
     ("training", {"changes": CHANGES}, "training.changes has 1,000 entries; leave at most 128"),
     ("training", {"changes": [{"step": 1, "data.mixture.a": 3, "data.mixture.a.b": 3}]}, "a.b is in no section"),
-    ("training", {"steps": "${x}"}, "training.steps: "),
+    ("training", {"steps": "${x}"}, "training.steps is "),
     ("optimizer", {"beta": 1}, "there is no setting optimizer.beta"),
 ]
 

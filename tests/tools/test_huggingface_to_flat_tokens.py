@@ -253,8 +253,8 @@ def test_ends_with_what_training_needs(tmp_path, capsys, monkeypatch, end_token)
     assert f"{attributes['num_tokens']:,} tokens" in out
     assert "vocabulary: 259" in out
     text, command = out.partition("configuration:\n\n")[2].split("\nTry it: ")
-    assert shlex.split(command)[:3] == ["shardwright", "train", "--config-name=local_text"]
-    c = load("local_text", *shlex.split(command)[3:])
+    assert shlex.split(command)[:4] == ["python", "-m", "train", "--config-name=local_text"]
+    c = load("local_text", *shlex.split(command)[4:])
     given = OmegaConf.create(text)
     assert c.data.filespec == given.data.filespec == str(tmp_path / "d, e")
     assert c.model.vocab == given.model.vocab == 320 > attributes["max_token_id"]
