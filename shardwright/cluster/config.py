@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from shardwright.data.checks import a_path, check_choice, check_range, within
+from shardwright.data.checks import a_path, check_range, one_of, within
 
 
 @dataclasses.dataclass
@@ -73,7 +73,7 @@ class DistributedConfig:
     """Address and port of process 0, as address:port, the same in all processes. The port must be free there."""
     id: int | None = None
     """Number of this process, in [0, count)."""
-    devices: str = "all"
+    devices: str = one_of(("all", "one"), default="all")
     """all: each process uses all devices that it sees. one: it uses the device with its local rank, which needs auto,
     and Slurm or Open MPI."""
     join_timeout: int = within(1, 2**31, 300)
@@ -94,7 +94,6 @@ class DistributedConfig:
 def check_distributed(c: DistributedConfig) -> None:
     """Raises ValueError for a setting that is out of range or contradicts another."""
     check_range("distributed.id", c.id, 0, c.count or 2**31)
-    check_choice("distributed.devices", c.devices, ("all", "one"))
     by_hand = {f"distributed.{name}": getattr(c, name) for name in ("coordinator", "count", "id")}
     given = [f"{name}={value}" for name, value in by_hand.items() if value is not None]
     if c.auto and (c.coordinator is not None or c.id is not None):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardlib.parsing import did_you_mean
@@ -13,12 +13,13 @@ _UPPER = {math.inf: "finite", math.nextafter(1, 2): "at most 1"} | {2**n: f"belo
 """Words for the exclusive upper limits of ranges."""
 
 
-FIXED, CHANGING, TUNABLE = "fixed", "changing", "tunable"
+FIXED, CHANGING, TUNABLE, FREE = "fixed", "changing", "tunable", "free"
 """What a field of settings may be marked as.
 
 FIXED: a run that resumes must have the same, because it determines batches or the math of the step. CHANGING: it may
 change during a run, by training.changes, whether FIXED or not. TUNABLE: a setting of a model in which a run may differ
-from the one whose weights it starts from. Other settings of runs may change when they resume.
+from the one whose weights it starts from. FREE: the result of a program does not depend on it. Other settings of runs
+may change when they resume.
 """
 
 
@@ -40,6 +41,11 @@ def within(low: float, end: float, default: Any = dataclasses.MISSING, *marks: s
 at_least_0 = functools.partial(within, 0, math.inf)
 above_0 = functools.partial(within, math.ulp(0), math.inf)
 at_least_1 = functools.partial(within, 1, 2**31)
+
+
+def one_of(choices: Iterable[str], *marks: str, default: Any = dataclasses.MISSING) -> Any:
+    """Makes a dataclass field for one of several texts, for check_ranges, with marks."""
+    return dataclasses.field(default=default, metadata={"choices": (*choices,), "marks": marks})
 
 
 def a_path(default: Any = dataclasses.MISSING, *marks: str, **options: Any) -> Any:
@@ -73,12 +79,14 @@ def _expanded(name: str, value: Any) -> Any:
 
 
 def check_ranges(section: str, settings: Any) -> None:
-    """Checks the fields made by `within`, in `settings` and in nested dataclasses."""
+    """Checks the fields made by `within` and `one_of`, in `settings` and in nested dataclasses."""
     for field in dataclasses.fields(settings):
         name = f"{section}.{field.name}" if section else field.name
         value = getattr(settings, field.name)
         if "range" in field.metadata:
             check_range(name, value, *field.metadata["range"], or_null=field.default is None)
+        if "choices" in field.metadata and value is not None:
+            check_choice(name, value, field.metadata["choices"])
         if dataclasses.is_dataclass(value):
             check_ranges(name, value)
 

@@ -3,14 +3,14 @@
 import dataclasses
 from typing import ClassVar
 
-from shardwright.data.checks import TUNABLE, above_0, at_least_0, at_least_1, check_choice, setting, within
+from shardwright.data.checks import TUNABLE, above_0, at_least_0, at_least_1, one_of, setting, within
 
 
 @dataclasses.dataclass
 class RopeScaling:
     """Scaling of the rotary wavelengths of a model that was trained on shorter sequences."""
 
-    kind: str
+    kind: str = one_of(("linear", "llama3", "yarn"))
     """linear: divides positions by `factor` (arXiv 2306.15595). llama3: stretches only long wavelengths (Llama 3.1).
     yarn: the same, between two entries of a head (arXiv 2309.00071)."""
     factor: float = at_least_1()
@@ -105,10 +105,9 @@ class ModelConfig:
                 f"model.{name} is {getattr(self, name)}, so RoPE would rotate {turned} entries of a head; it rotates "
                 "pairs: make them even."
             )
-        if self.rope_scaling is not None:
-            check_choice("model.rope_scaling.kind", self.rope_scaling.kind, ("linear", "llama3", "yarn"))
-            if self.rope_scaling.attention_factor is not None and self.rope_scaling.kind != "yarn":
-                raise ValueError(
-                    f"model.rope_scaling.attention_factor is {self.rope_scaling.attention_factor}, which kind "
-                    f"{self.rope_scaling.kind} does not have; set it to null."
-                )
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.attention_factor is not None and scaling.kind != "yarn":
+            raise ValueError(
+                f"model.rope_scaling.attention_factor is {scaling.attention_factor}, which kind {scaling.kind} does "
+                "not have; set it to null."
+            )

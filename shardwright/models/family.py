@@ -16,7 +16,7 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
-from shardwright.data.checks import TUNABLE, above_0, at_least_1, check_choice, setting, within
+from shardwright.data.checks import TUNABLE, above_0, at_least_1, one_of, setting, within
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling import masks, rope, settings
 from shardwright.modeling.attention import Attention
@@ -40,7 +40,7 @@ class ModelConfig(settings.ModelConfig):
     queries do (Qwen3-Next, arXiv 2505.06708)."""
     sinks: bool = False
     """A score for each head that belongs to no key (gpt-oss)."""
-    norms: str = "before"
+    norms: str = one_of(("before", "after", "both"), default="before")
     """Norms of attention and of the MLP: before, on their inputs; after, on their outputs (OLMo 2); both (Gemma 2)."""
     norm_offset: bool = False
     """Whether norms of positions, and of heads by qk_norm, multiply by 1 + weight (Gemma)."""
@@ -62,7 +62,7 @@ class ModelConfig(settings.ModelConfig):
     """Products of queries and keys are divided by its root (Gemma 2). Null: d_head."""
     embedding_scaled: bool = False
     """Whether the embedding is multiplied by √d_model (Gemma)."""
-    activation: str = "silu"
+    activation: str = one_of(("silu", "gelu", "clamped"), default="silu")
     """Activation of the MLP: silu; gelu, approximated by tanh (Gemma); or clamped, as `gated` says (gpt-oss)."""
 
     dims: ClassVar[dict[str, str]] = settings.ModelConfig.dims | {"D_g": "query_and_gate"}
@@ -96,8 +96,6 @@ class ModelConfig(settings.ModelConfig):
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other."""
         super().check(seq_len)
-        check_choice("model.norms", self.norms, ("before", "after", "both"))
-        check_choice("model.activation", self.activation, ("silu", "gelu", "clamped"))
         if self.full_every and not self.window:
             raise ValueError(f"model.full_every is {self.full_every}, but no layer has a window; set model.window.")
         if self.gated and self.qkv_bias:

@@ -25,7 +25,7 @@ from jax import lax
 from shardlib import shardops
 from shardlib.layers import LayerAux
 from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed
-from shardwright.data.checks import TUNABLE, above_0, at_least_0, check_choice, within
+from shardwright.data.checks import TUNABLE, above_0, at_least_0, one_of, within
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.experts import pools_without_drops
@@ -47,7 +47,7 @@ class ModelConfig(family.ModelConfig):
     """Number of experts in each layer. Sharded over e."""
     experts_per_token: int = within(1, 2**16, kw_only=True)
     """Experts that the router chooses for each token."""
-    scores: str = "softmax"
+    scores: str = one_of(("softmax", "sigmoid"), default="softmax")
     """Scores of the experts, from the router's logits: softmax over the experts, or sigmoid of each."""
     normalize: bool = True
     """Whether the weights of a token's experts, which are their scores, are divided by their sum."""
@@ -111,7 +111,6 @@ class ModelConfig(family.ModelConfig):
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other."""
         super().check(seq_len)
-        check_choice("model.scores", self.scores, ("softmax", "sigmoid"))
         if self.shared_scored and not self.shared_experts:
             raise ValueError("model.shared_scored is true, but model.shared_experts is 0: there is nothing to score.")
         per_group = self.experts // self.groups

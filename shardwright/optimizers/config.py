@@ -11,6 +11,7 @@ from shardwright.data.checks import (
     at_least_1,
     check_choice,
     check_ranges,
+    one_of,
     setting,
     within,
 )
@@ -53,7 +54,7 @@ class OptimizerConfig:
     algorithm: str = "adamw"
     """adamw: all weights (arXiv 1711.05101). muon: matrices by Muon (arXiv 2502.16982), all other weights by AdamW. Or
     another name of train.OPTIMIZERS, or module:function of your own (docs/changing.md)."""
-    parametrization: str = "standard"
+    parametrization: str = one_of(PARAMETRIZATIONS, default="standard")
     """How initial values, learning rates, Adam's epsilon and weight decay depend on the model's size (docs/ladder.md).
     standard: they don't. mup: these settings were tuned for the width of `base` (arXiv 2203.03466). completep: for its
     width and number of layers (arXiv 2505.01618)."""
@@ -90,7 +91,6 @@ def check_optimizer(c: OptimizerConfig) -> None:
     is_own = ":" in c.schedule
     if not is_own:
         check_choice("optimizer.schedule", c.schedule, ("cosine", "linear", "wsd", "constant"))
-    check_choice("optimizer.parametrization", c.parametrization, ("standard", "mup", "completep"))
     if c.parametrization != "standard" and not c.base:
         raise ValueError(
             f"optimizer.parametrization is {c.parametrization} without optimizer.base; give the sizes for which the "

@@ -9,11 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from shardlib.schedules import schedule_of
 from shardwright.cluster.config import check_distributed
-from shardwright.data.checks import check_choice, check_range, check_ranges
-from shardwright.jax_extra import KEPT
-from shardwright.modeling.attention_paths import PATHS
-from shardwright.modeling.context import STRATEGIES
-from shardwright.modeling.model import COMPUTE_DTYPES, module_of
+from shardwright.data.checks import check_range, check_ranges
+from shardwright.modeling.model import module_of
 from shardwright.optimizers.config import check_optimizer
 from shardwright.run.changes import check_changes
 from shardwright.run.config import Config
@@ -106,16 +103,6 @@ def check_config(c: Config) -> None:
         raise ValueError(f"pipeline.schedule: {error}") from error
     check_distributed(c.distributed)
     check_trackers(c.trackers)
-    check_choice("training.init_from_missing", c.training.init_from_missing, ("fresh", "refuse"))
-    check_choice("training.init_from_unused", c.training.init_from_unused, ("leave", "refuse"))
-    check_choice("training.gather_weights", c.training.gather_weights, ("auto", "layer", "step"))
-    check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
-    check_choice("training.reduce_dtype", c.training.reduce_dtype, ("compute", "f32"))
-    if c.training.eval_average is not None:
-        check_choice("training.eval_average", c.training.eval_average, ("ema", "uniform"))
-    check_choice("training.attention", c.training.attention, PATHS)
-    check_choice("training.context", c.training.context, tuple(STRATEGIES))
-    check_choice("training.save", c.training.save, tuple(KEPT))
     check_length(c)
     in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
     if c.training.save == "offload" and not (in_loop and c.mesh.p == 1):

@@ -17,9 +17,12 @@ from shardlib.axes import PIPELINE_AXIS
 from shardlib.planned import planned_for
 from shardwright.axes import axes_of_mesh, mesh_text
 from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig
-from shardwright.data.checks import CHANGING, FIXED, a_path, above_0, at_least_0, at_least_1, setting, within
+from shardwright.data.checks import CHANGING, FIXED, a_path, above_0, at_least_0, at_least_1, one_of, setting, within
 from shardwright.data.loader import DataConfig
-from shardwright.modeling.model import load_model
+from shardwright.jax_extra import KEPT
+from shardwright.modeling.attention_paths import PATHS
+from shardwright.modeling.context import STRATEGIES
+from shardwright.modeling.model import COMPUTE_DTYPES, load_model
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.run.trackers import TrackersConfig
 
@@ -51,10 +54,10 @@ class TrainingConfig:
     init_from: str | None = a_path(None)
     """Directory or URL of a run or checkpoint to warm-start from (fine-tuning): its weights, with a fresh optimizer and
     data position. The model must be the same except as the next two settings allow. Ignored when a run resumes."""
-    init_from_missing: str = "refuse"
+    init_from_missing: str = one_of(("fresh", "refuse"), default="refuse")
     """What to do with weights that init_from lacks. fresh: initialize them as in a new run, for example LoRA's factors
     or a new head, or the additional rows of a larger vocabulary. refuse: raise an error."""
-    init_from_unused: str = "refuse"
+    init_from_unused: str = one_of(("leave", "refuse"), default="refuse")
     """What to do with weights that only init_from has. leave: do not read them. refuse: raise an error."""
     resume_step: int | None = at_least_0(None)
     """Step of the checkpoint to resume from; later ones are set aside. If a run with this setting saved the latest
@@ -73,24 +76,24 @@ class TrainingConfig:
     """Microbatches per step (gradient accumulation), processed one after another; each has the same consecutive
     sequences on every mesh. batch_size must be a multiple of r·d·e times this number, which for interleaved_1f1b must
     be a multiple of p."""
-    gather_weights: str = "auto"
+    gather_weights: str = one_of(("auto", "layer", "step"), default="auto")
     """When weights are cast and gathered over d. layer: where they are used (FSDP). step: once per step, before the
     microbatches, with one reduce-scatter of the gradients after them; each device of d then holds all weights and
     gradients in the compute dtype. auto: step if c, d and e are 1, else layer."""
-    compute_dtype: str = setting(FIXED, default="bf16")
+    compute_dtype: str = one_of(COMPUTE_DTYPES, FIXED, default="bf16")
     """bf16 (mixed precision) or f32. Weights and optimizer state are f32 with both. GPUs multiply f32 as TF32, TPUs as
     bf16, unless JAX_DEFAULT_MATMUL_PRECISION=highest is in the environment."""
-    reduce_dtype: str = setting(FIXED, default="compute")
+    reduce_dtype: str = one_of(("compute", "f32"), FIXED, default="compute")
     """Dtype in which gradients of matrices are reduced over d and r. compute: compute_dtype. f32: twice the bytes of
     bf16, without rounding at each addition (docs/performance.md). Gradients are accumulated over microbatches in
     f32."""
-    attention: str = "auto"
+    attention: str = one_of(PATHS, default="auto")
     """Implementation of attention. einsum: materializes all scores. blockwise: one block of scores at a time. cudnn:
     NVIDIA's fused flash attention. triton: a kernel for NVIDIA GPUs that skips other documents. splash: a kernel for
     TPUs. auto: chosen by device, mask and seq_len, as the run prints (shardwright/modeling/attention_paths.py)."""
     attention_block: int | None = at_least_1(None)
     """Largest block size, in positions, of blockwise and ring attention. Null: the platform's default."""
-    context: str = "gather"
+    context: str = one_of(STRATEGIES, default="gather")
     """Strategy of context parallelism over c. gather: all-gathers keys and values. ring: passes keys and values around
     a ring. ulysses: an all-to-all gives each device some heads of all positions (docs/parallelism.md)."""
     document_mask: bool = setting(FIXED, default=True)
@@ -102,7 +105,7 @@ class TrainingConfig:
     loss_chunk: int | None = within(1, 2**25, None, CHANGING)
     """Positions per sequence whose logits are in memory at a time: a multiple of c·t that divides seq_len. Null: all,
     which is faster if they fit."""
-    save: str = "marked"
+    save: str = one_of(KEPT, default="marked")
     """Activation checkpointing: what a layer saves for its backward pass, which recomputes the rest. marked: values
     that the model marks with save_for_backward. offload: the same, in host memory; needs a loop over layers and no
     stages. nothing: only the layer's input. dots: outputs of weight matmuls. more: also inputs of weight matmuls that
@@ -117,7 +120,7 @@ class TrainingConfig:
     """Steps between evaluations. The last step is always followed by one. Null: only that."""
     eval_epochs: float | None = above_0(None)
     """Passes over the dataset between evaluations, in addition to eval_interval. Null: none."""
-    eval_average: str | None = setting(FIXED, default=None)
+    eval_average: str | None = one_of(("ema", "uniform"), FIXED, default=None)
     """Also keeps and evaluates an average of the weights, which estimates the loss of a decayed learning rate without
     decaying it: one more f32 copy, in checkpoints too. ema: an exponential moving average. uniform: the mean over the
     steps since the last multiple of average_steps. Null: none (docs/evaluation.md)."""

@@ -35,7 +35,7 @@ from shardwright.cluster.chips import chip_of
 from shardwright.cluster.config import DistributedConfig
 from shardwright.cluster.devices import device_like, known_options, make_mesh, start_devices
 from shardwright.cluster.topologies import WITHOUT_DEVICE, devices_of
-from shardwright.data.checks import a_path, at_least_1, check_choice
+from shardwright.data.checks import a_path, at_least_1, one_of
 from shardwright.inspect import as_written
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.planning import NOT_MEASURED, mesh_sizes, planned_change
@@ -61,7 +61,7 @@ class CheckConfig:
     against: str | None = a_path("HEAD")
     """What to compare with: a commit of the repository where the program starts, or a directory
     (./name if a commit has its name too). Null: nothing."""
-    output: str = "text"
+    output: str = one_of(("text", "json"), default="text")
     """text, or json, for tools and agents: verdict, place, problem, remedy, costs, and the difference of each."""
     compile: bool = False
     """Compiles the step for hardware.chip, and checks that it communicates as written. Needs the chip's compiler."""
@@ -353,7 +353,6 @@ class Rejected(SystemExit):
 
 def job(c: Config, settings: CheckConfig) -> None:
     """Checks `c`, prints the result, and ends with its status."""
-    check_choice("check.output", settings.output, ("text", "json"))
     if settings.compile:
         jax.config.update("jax_platforms", "cpu")  # the compilers of other chips need no device
     start_devices(DistributedConfig(), c.hardware)

@@ -23,7 +23,7 @@ import numpy as np
 from omegaconf import MISSING, OmegaConf
 
 from shardwright.data import flat_tokens
-from shardwright.data.checks import a_path, check_choice, within
+from shardwright.data.checks import FREE, a_path, check_choice, marked, setting, within
 from shardwright.data.text import definitions, sources, tokenizers
 from shardwright.data.text.files import Found, real_file
 from shardwright.data.text.tokenizers import Tokenizer
@@ -81,9 +81,9 @@ class SplitConfig:
 class Settings:
     """All settings."""
 
-    out: str = a_path(MISSING)
+    out: str = a_path(MISSING, FREE)
     """Directory of the dataset: a local path, or a URL that tensorstore knows."""
-    overwrite: bool = False
+    overwrite: bool = setting(FREE, default=False)
     """Replaces existing splits, and unfinished ones with other settings."""
     dataset: str | None = a_path(None)
     """Name of a Hugging Face dataset; null to read files."""
@@ -101,13 +101,13 @@ class Settings:
     """Null to omit the training split."""
     validation: SplitConfig | None = field(default_factory=SplitConfig)
     """Null to omit the validation split."""
-    max_bad_rows: int = within(0, 2**50, 0)
+    max_bad_rows: int = within(0, 2**50, 0, FREE)
     """Most bad rows to skip in a split's files, each reported with its file and line: rows that are not JSON, not
     UTF-8, or have no text in `text_field`. One more ends the program."""
-    parts: list[str] = a_path(default_factory=list)
+    parts: list[str] = a_path(dataclasses.MISSING, FREE, default_factory=list)
     """Datasets that this program wrote, paths or globs, to join in this order in place of a source. All must have the
     same tokenizer."""
-    num_workers: int | None = within(1, 2**10, None)
+    num_workers: int | None = within(1, 2**10, None, FREE)
     """Number of tokenizing processes, at least 1. Null: one per core, but on two cores one, except with tiktoken. With
     1, this process tokenizes. The result does not depend on it."""
 
@@ -177,7 +177,7 @@ def next_steps(config: Settings, tokenizer: Tokenizer, has_validation: bool) -> 
 def result_settings(config: Settings, found: dict[str, Found]) -> dict[str, Any]:
     """Returns all settings that the result depends on, except a trained tokenizer, as JSON values by name."""
     settings = flat(dataclasses.asdict(config))
-    for free in ("out", "overwrite", "num_workers", "max_bad_rows", "parts"):
+    for free in marked(Settings, FREE):
         del settings[free]
     for name, files in found.items():
         local = [path for path in files.paths if getattr(config, name).files and "://" not in path]

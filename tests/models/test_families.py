@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shardlib.shardtypes import ShardError
+from shardwright.data.checks import check_ranges
 from shardwright.huggingface import families
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import find_unsound
@@ -306,10 +307,14 @@ def test_settings_of_other_attention_are_refused(name, changes, message):
         ({"rotary_share": 0.3}, "model.rotary_share is 0.3, so RoPE would rotate 1 entries"),
         ({"full_every": 2, "window": None}, "model.full_every is 2, but no layer has a window"),
         ({"qk_norm": True, "qk_norm_all": True}, "both true"),
-        ({"norms": "none"}, "model.norms is 'none'"),
         ({"shared_scored": True, "experts": 4, "experts_per_token": 1}, "model.shared_experts is 0"),
     ],
 )
 def test_settings_that_contradict_each_other(changes, message):
     with pytest.raises(ValueError, match=message):
         ours("Mistral", **changes).check(seq_len=16)
+
+
+def test_a_choice_that_does_not_exist():
+    with pytest.raises(ValueError, match=r"model\.norms is 'none'; choose one of before, after, both"):
+        check_ranges("model", ours("Mistral", norms="none"))
