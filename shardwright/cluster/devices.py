@@ -19,7 +19,7 @@ from shardwright.cluster.chips import Chip, chip_of
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.data.untrusted import check_private
 from shardwright.settings.exits import LOST
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm] (what is deleted is unknown to it)
 _settings = cast(Any, jax.config)  # whose attributes are made as it runs

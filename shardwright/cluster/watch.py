@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from shardwright.cluster.config import DistributedConfig
 from shardwright.settings.exits import STALLED, exit_of
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 
 _INTERVAL_S = 1.0
 _GRACE_S = 3.0

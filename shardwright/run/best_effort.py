@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ from shardwright.run.checkpoint_arrays import (
 from shardwright.run.differences import config_differences
 from shardwright.run.stores import MANIFEST, Damaged, Store, check_processes, gathered, in_all_processes, in_parallel
 from shardwright.settings.exits import LOST, exit_of
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that process 0 waits for the others to finish writing before the save fails."""

@@ -14,7 +14,7 @@ from rich.progress import Progress, TextColumn
 from shardwright.cluster.watch import pause
 from shardwright.run.directory import remove_older
 from shardwright.run.files import write_whole
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 
 
 @pause("compiling the training step")

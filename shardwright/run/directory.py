@@ -21,7 +21,7 @@ from shardlib.places import shown_path
 from shardwright.run.best_effort import why
 from shardwright.run.files import LOCK
 from shardwright.run.stores import in_all_processes
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 
 TRACE = "trace.tmp"
 """Subdirectory of a run in which JAX writes a trace."""

@@ -12,7 +12,7 @@ import jax
 from shardwright.run.background import FAILURES, Task, in_background, run_beside, wait_for
 from shardwright.run.metrics import RunLog
 from shardwright.run.printing import log
-from shardwright.settings.words import quoted
+from shardwright.settings.output import quoted
 
 EXPORT_S = 4 * 3600.0
 """Seconds after which an unfinished export is stopped."""

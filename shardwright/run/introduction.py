@@ -24,7 +24,7 @@ from shardwright.run.printing import log
 from shardwright.run.resuming import with_defaults
 from shardwright.run.stages import describe_stages
 from shardwright.run.stores import in_all_processes
-from shardwright.settings.words import listed
+from shardwright.settings.output import listed
 
 
 def introduce(run: Any, directory: Path, planned: str | None, source_differs: str | None) -> dict[str, Any]:

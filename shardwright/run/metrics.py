@@ -20,7 +20,7 @@ from shardwright.cluster.watch import now_at
 from shardwright.data.untrusted import check_file, parse_json
 from shardwright.run.files import OF_A_STEP, duration
 from shardwright.run.flops import Speed
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 
 _SPEED_WINDOW = 20
 """Steps over which the printed speed is averaged."""

@@ -32,7 +32,7 @@ from shardwright.run.skipping import are_finite
 from shardwright.run.stages import placement_of, stack_orders
 from shardwright.run.step import Step, trace_step
 from shardwright.run.stores import check_processes
-from shardwright.settings.words import override
+from shardwright.settings.output import override
 
 Write = Callable[[str], None]
 DECIDE_WEIGHTS = ("module", "vocab", "tied_embeddings", "qk_norm")

@@ -8,7 +8,7 @@ import jax
 from shardwright.run.background import FAILURES, Task, in_background, run_beside
 from shardwright.run.best_effort import why
 from shardwright.run.files import REPORT
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 
 FIRST_S = 10.0
 """Seconds from the first step to the first page, so that it does not slow the profiled steps."""

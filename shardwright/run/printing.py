@@ -2,7 +2,7 @@
 
 import jax
 
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 
 
 def log(text: str) -> None:

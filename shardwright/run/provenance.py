@@ -33,7 +33,7 @@ from shardwright.run.best_effort import best_effort, in_a_line
 from shardwright.run.config import PipelineConfig
 from shardwright.run.files import write_whole
 from shardwright.run.step import Step
-from shardwright.settings.words import listed
+from shardwright.settings.output import listed
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("shardlib", "shardwright")

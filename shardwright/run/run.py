@@ -46,7 +46,7 @@ from shardwright.run.stages import placement_of
 from shardwright.run.step import Step, trace_step
 from shardwright.run.stores import check_processes, in_all_processes
 from shardwright.run.trackers import tracked
-from shardwright.settings.words import override
+from shardwright.settings.output import override
 
 CHANGES = "changes"
 """What `end` returns if the run continues with changed settings."""

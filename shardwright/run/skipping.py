@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from shardwright.data.loader import Loader
 from shardwright.run.checkpoint_arrays import named_leaves
-from shardwright.settings.words import listed
+from shardwright.settings.output import listed
 
 SMALLER_RATE = (
     "start another run from the weights of an earlier checkpoint (training.init_from) with a smaller "

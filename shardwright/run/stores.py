@@ -20,7 +20,7 @@ from shardwright.data import flat_tokens
 from shardwright.data.untrusted import LARGE, MEMORY, Damaged, first_line
 from shardwright.run.best_effort import in_a_line
 from shardwright.settings.exits import LostError
-from shardwright.settings.words import listed
+from shardwright.settings.output import listed
 
 T = TypeVar("T")
 

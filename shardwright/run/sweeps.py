@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from shardwright.run.directory import check_place, find_place
 from shardwright.settings.exits import STOPPED
+from shardwright.settings.output import override, quoted
 from shardwright.settings.program import Refused, refusals_shown
-from shardwright.settings.words import override, quoted
 
 
 class Job:

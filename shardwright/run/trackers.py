@@ -26,8 +26,8 @@ from shardwright.data.untrusted import read_object
 from shardwright.run.best_effort import best_effort
 from shardwright.run.differences import flat
 from shardwright.run.files import write_whole
+from shardwright.settings.output import say
 from shardwright.settings.program import has_package
-from shardwright.settings.words import say
 
 FILE = "trackers.json"
 """File in a run's directory with the run's id in each tracker, by which a resumed run continues its record there."""

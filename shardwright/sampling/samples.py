@@ -15,7 +15,7 @@ from shardwright.run.stores import check_processes
 from shardwright.sampling.harness import check_tasks, language_model, run_harness
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.sampling.scoring import Scorer
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 
 SHOWN = 100
 """Most characters of a sample on the terminal."""

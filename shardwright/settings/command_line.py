@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.parsing import did_you_mean
+from shardwright.settings.output import listed, quoted
 from shardwright.settings.settings import kind_of
-from shardwright.settings.words import listed, quoted
 
 QUOTES = "Put a value with characters such as , [ { ( ' in both kinds of quotes: 'name=\"value\"'."
 OURS = ("overrides", "config_name", "config_dir", "config_path", "help")

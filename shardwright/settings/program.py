@@ -26,9 +26,9 @@ from shardwright.data.untrusted import check_private, first_line, shown
 from shardwright.settings.command_line import Program, explained, parse, register_shipped, search_first
 from shardwright.settings.exits import ERROR, LOST, exit_of
 from shardwright.settings.help import help_text
+from shardwright.settings.output import as_installed
 from shardwright.settings.settings import made, untyped
 from shardwright.settings.starting import missing_package, prepare
-from shardwright.settings.words import as_installed
 
 PACKAGE = Path(__file__).parents[1]
 CACHE = "JAX_COMPILATION_CACHE_DIR"

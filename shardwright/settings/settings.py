@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardwright.data.checks import expand_paths
 from shardwright.data.untrusted import first_line
-from shardwright.settings.words import listed
+from shardwright.settings.output import listed
 
 NAMES_OF_OTHERS = {
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr",

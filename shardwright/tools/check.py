@@ -46,7 +46,7 @@ from shardwright.run.config import Config
 from shardwright.run.flops import parameters_of
 from shardwright.run.launch import start_with_section
 from shardwright.run.step import NAMES, Step, open_steps, trace_step
-from shardwright.settings.words import listed, say
+from shardwright.settings.output import listed, say
 
 UNCHECKED = 2
 """Exit status if nothing was found out."""

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from shardwright.run.files import write_whole
-from shardwright.settings.words import told_in_a_line
+from shardwright.settings.output import told_in_a_line
 
 RELEASED, FORK = Path(__file__).parents[1] / "train.py", Path("train.py")
 

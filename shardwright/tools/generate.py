@@ -30,8 +30,8 @@ from shardwright.run.files import write_whole
 from shardwright.run.opening import CheckpointChoice, MeshChoice, SavedRun, Write, mesh_for, open_run
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
+from shardwright.settings.output import quoted
 from shardwright.settings.program import run_program
-from shardwright.settings.words import quoted
 
 
 @dataclass

@@ -37,8 +37,8 @@ from shardwright.huggingface.check import check_rules, compare_logits, mapping_o
 from shardwright.modeling.model import is_shipped
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.opening import CARRIED
+from shardwright.settings.output import override, say
 from shardwright.settings.program import run_program
-from shardwright.settings.words import override, say
 
 FILES = ["*config.json", *definitions.FILES, "*.jinja", "model*.safetensors"]
 """Files to download of a model on the hub; some models have their weights again, in other formats."""

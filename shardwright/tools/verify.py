@@ -31,7 +31,7 @@ from shardwright.run.config import Config, check_divides
 from shardwright.run.launch import start_with_section
 from shardwright.run.stages import placement_of, training_table
 from shardwright.run.step import NAMES, open_steps, trace_step
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 
 Mesh = Mapping[str, int]
 ONE_DEVICE = dict.fromkeys(AXES, 1)

@@ -55,7 +55,7 @@ def test_a_signal_with_a_handler_of_another_library_keeps_it():
 HANGS_UP = r"""
 import os, pty, signal, sys, time
 from shardwright.cluster.stopping import StopRequest
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 child, terminal = pty.fork()
 if child:

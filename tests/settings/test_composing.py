@@ -19,9 +19,9 @@ from shardwright.run.config import Config
 from shardwright.run.launch import CONFIGS
 from shardwright.run.opening import CheckpointChoice
 from shardwright.settings.command_line import Program, parse
+from shardwright.settings.output import as_installed, override
 from shardwright.settings.program import FULL_ERROR, start
 from shardwright.settings.settings import made, settings_of, without_null
-from shardwright.settings.words import as_installed, override
 
 ROOT = Path(__file__).parents[2]
 FILES = re.compile(r"director|\bpath\b|\bfiles?\b|folder|URL", re.IGNORECASE)

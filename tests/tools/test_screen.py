@@ -25,7 +25,7 @@ def test_lines_of_a_run_that_cannot_be_printed_end_nothing(tmp_path):
     """Characters that stdout lacks are ?. A full disk loses them, and stderr says so once."""
     code = (
         "from shardwright.settings.starting import prepare\n"
-        "from shardwright.settings.words import say\n"
+        "from shardwright.settings.output import say\n"
         "prepare()\n"
         "for _ in range(9): say('x → é', flush=True)"
     )

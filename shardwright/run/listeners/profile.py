@@ -13,7 +13,7 @@ from shardwright.run.background import FAILURES, Task, in_background, wait_for
 from shardwright.run.directory import TRACE, remove_older
 from shardwright.run.listeners.listener import Ending, Listener, Training
 from shardwright.run.printing import log
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 
 MODULE = "jit_training_step"
 """Name of the training step in a trace."""

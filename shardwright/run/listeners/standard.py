@@ -17,7 +17,7 @@ from shardwright.run.memory import peak_memory
 from shardwright.run.page import Page
 from shardwright.run.printing import log
 from shardwright.run.skipping import SkippedSteps, described_documents
-from shardwright.settings.words import override
+from shardwright.settings.output import override
 
 DRAWN_AFTER = 6
 """Steps of this process before the compiled step is drawn: after the profiled steps."""

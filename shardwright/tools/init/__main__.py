@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shardwright.settings.words import told_in_a_line
+from shardwright.settings.output import told_in_a_line
 
 TEMPLATE = Path(__file__).parent / "template"
 

@@ -25,7 +25,7 @@ from shardwright.run.checks import check_config
 from shardwright.run.config import Config, check_divides
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 from shardwright.tools.report.screen import print_table
 
 GROWS, SHRINKS = 0.12, -0.6

@@ -25,7 +25,7 @@ from shardwright.inspect.planning import Change, advice, mesh_sizes, planned_cha
 from shardwright.run.config import Config
 from shardwright.run.files import write_json
 from shardwright.run.launch import start_with_section
-from shardwright.settings.words import say
+from shardwright.settings.output import say
 from shardwright.tools.plan.compare import compared, differing
 from shardwright.tools.plan.screen import as_text
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.settings.words import listed
+from shardwright.settings.output import listed
 from shardwright.tools.report.reading import SEEDS, Run, differing_names
 
 CONFIDENCE = 0.99

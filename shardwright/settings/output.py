@@ -1,4 +1,4 @@
-"""Prints text for users."""
+"""Writes text for users: prints it, and formats commands and settings in it."""
 
 import contextlib
 import functools
