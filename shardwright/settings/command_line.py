@@ -88,17 +88,18 @@ def parse(program: Program, arguments: Sequence[str]) -> CommandLine:
     own = Path("configs")  # of a project; the configurations of a tool are not those of runs
     if program.config_name is None and own.is_dir() and not own.samefile(program.configs):
         directories.append(own)
-    name = os.path.expanduser(found.config_name or program.config_name or "")
+    name = os.path.expanduser(found.config_name or "")
     if Path(name).is_file():
         directories.insert(0, Path(name).parent)
         name = Path(name).name
+    name = name.removesuffix(".yaml") or program.config_name
     flags = {key: value for key, value in vars(found).items() if value and key not in OURS}
     flags |= {"config_dir": str(directories[0])} if directories else {}
     words = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in flags.items()]
     words += read_overrides(program, found.overrides)
     if not (name or found.help or found.hydra_help or found.shell_completion):
         raise ValueError(f"name a run: --config-name=<file in configs/>. `{program.command} --help` lists them.")
-    return CommandLine(words, name.removesuffix(".yaml") or None, directories, found.help)
+    return CommandLine(words, name, directories, found.help)
 
 
 _TEXTS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?<![^\[,])[^][(){}'",$\\]+(?=[\],]|\Z)""")
