@@ -14,10 +14,10 @@ from shardwright.inspect.compiled.trace import top_lines
 from shardwright.inspect.planning import plan_run
 from shardwright.inspect.soundness import check_steps
 from shardwright.inspect.statistics.collect import RunStatistics
+from shardwright.modeling.kernel_checks import check_paths
 from shardwright.run.background import FAILURES, run_beside
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.printing import log
-from shardwright.run.reference import check_paths_with_reference
 from shardwright.run.step import Step
 from shardwright.run.stores import in_all_processes
 
@@ -42,7 +42,7 @@ def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:
     The arguments are those of `check`, and compiler options. Raises if they differ.
     """
     for step in {step.config.training.seq_len: step for step in steps}.values():
-        check_paths_with_reference(step, options)
+        check_paths(step, options)
     products.check_sums()
 
 

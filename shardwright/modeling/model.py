@@ -150,8 +150,6 @@ class Targets:
     """True where the loss counts; padding does not."""
     inputs: u32["B/b L/c inputs"] | None = None
     """Values of each target in the dataset that only the training loss reads, by `input`. None in validation."""
-    reference: act["B/b L/c V/t/p"] | None = None
-    """Logits of another model, which a recipe may add."""
     declared: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), metadata={"static": True})
     """Names and dtypes of `inputs`: the attribute `inputs` of the loss."""
 
@@ -167,13 +165,13 @@ class Targets:
         return lax.bitcast_convert_type(self.inputs[..., at], self.declared[at][1].dtype)
 
     @classmethod
-    def of(cls, batch: Any, reference: jax.Array | None = None) -> Self:
+    def of(cls, batch: Any) -> Self:
         """The targets of a TokenBatch. Per-device code."""
         own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
         inputs = batch.loss_inputs
         if inputs is not None:
             inputs = shardops.shard("B/b L inputs -> B/b L/c inputs", inputs)
-        return cls(own(batch.targets), own(batch.loss_mask), inputs, reference)
+        return cls(own(batch.targets), own(batch.loss_mask), inputs)
 
 
 class LanguageModel(Protocol):
@@ -305,7 +303,7 @@ def load_model(c: Any) -> LanguageModel:
     return model
 
 
-def checked_logits(model: LanguageModel, w: object, x: object) -> Any:
+def checked_logits(model: LanguageModel, w: object, x: object) -> act["B/b L/c V/t/p"]:
     """Runs model.logits(w, x). Raises ValueError unless there are model.vocab token ids. Per-device code."""
     logits = checkpoint_name(model.logits(w, x), LOGITS)
     vocab = logits.shape[-1] * devices_along(("t", "p"))

@@ -67,11 +67,6 @@ class TrainingConfig:
     accept_undecided: bool = False
     """Runs even if the check leaves undecided whether the model is causal, or what a line does at sizes that were not
     run; both are printed."""
-    reference: str | None = a_path(None)
-    """Directory or URL of a run or checkpoint whose model the training step also runs, for distillation (teacher) or
-    preference optimization (reference policy). Any size with the same vocabulary; its weights are frozen, and
-    training_loss in train.py gets its logits (docs/changing.md). Checkpoints keep its path, step and hash. Needs
-    mesh.p=1. Null: none."""
     microbatches: int = within(1, 2**16, 1, CHANGING)
     """Microbatches per step (gradient accumulation), processed one after another; each has the same consecutive
     sequences on every mesh. batch_size must be a multiple of r·d·e times this number, which for interleaved_1f1b must

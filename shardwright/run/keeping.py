@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from shardlib.placement import LayerPlacement
 from shardwright.data.loader import check_skips
-from shardwright.run import reference
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checkpoint_arrays import directory_of
 from shardwright.run.config import Config
@@ -42,7 +41,7 @@ class Keeper:
 
     Attributes:
         checkpoints: the Checkpointer of the run.
-        record: entries for provenance.json: the reference, and what was done with the weights of init_from.
+        record: entry for provenance.json: what was done with the weights of init_from.
         carried: entries that each new checkpoint copies from the metadata of the one that the run starts from.
         damaged: step of each unusable checkpoint → what is wrong with it.
         source_differs: how the source differs from that of the checkpoint; None if it does not.
@@ -52,7 +51,7 @@ class Keeper:
 
     def __init__(self, whole: Config, directory: Path, model: object, placement: LayerPlacement):
         self._whole, self._directory, self._model, self._placement = whole, directory, model, placement
-        self.record: dict[str, Any] = {"reference": reference.reference_record(whole)}
+        self.record: dict[str, Any] = {}
         self.carried: dict[str, Any] = {}
         self.damaged: dict[int, str] = {}
         self.source_differs: str | None = None
@@ -76,7 +75,6 @@ class Keeper:
         config = saved_config(metadata)
         check_resumes(config, self._whole, self._directory, done)
         check_skips(config["data"].get("skip_steps", []), skips, done)
-        reference.check_reference(metadata.get("reference"), self.record["reference"])
         allow = None if self._whole.training.other_source else "training.other_source=true"
         saved = metadata.get("provenance")
         which = ("training", "evaluation")

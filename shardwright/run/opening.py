@@ -187,7 +187,6 @@ def open_run(run: str, step: int | None, trust: bool) -> Iterator[SavedRun]:
         config = saved_config(metadata)
         config["training"].setdefault("compute_dtype", "f32")  # imports do not set it
         c = config_at(config_of(config, trust), step - 1)
-        c.training.reference = None  # only training reads it, and its path may be untrusted
         yield SavedRun(checkpoints, step, metadata, c)
 
 

@@ -35,7 +35,6 @@ _METADATA = {
     },
     "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int, "files?": str},
     "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},
-    "reference?": {"path": str, "step": int, "manifest": str},
     "clock?": {"seconds": float},
     "best?": {"step": int, "loss": float, "text": int},
     "skips?": {"count?": int, "in_a_row?": int, "recent?": [(float, float)], "lowest?": [float]},

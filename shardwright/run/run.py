@@ -39,7 +39,6 @@ from shardwright.run.listeners import Ending, Listener, Listeners
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.printing import log
 from shardwright.run.provenance import keep_source, provenance_of
-from shardwright.run.reference import read_reference
 from shardwright.run.resuming import deciding_settings
 from shardwright.run.spec import StepSpec, load_spec
 from shardwright.run.stages import placement_of
@@ -75,8 +74,7 @@ class Run:
         loader, validation: loaders of the two splits; validation is None without evaluations.
         passes: passes over each source of the data in the whole run, by name; empty if unknown.
         options: compiler options that the installed XLA knows.
-        reference: (weights of training.reference,) or ().
-        arguments: further arguments of the next training step: `reference`, and the clock of training.minutes.
+        arguments: further arguments of the next training step: the clock of training.minutes.
         clock: the Stopwatch of the run; set by `begin`.
         stopped_by: name of the signal that requested a stop; None without one.
         log: the RunLog; set by `begin`.
@@ -237,7 +235,6 @@ class Run:
             state = keeper.state(start, self.step, self.spec.State)
         for step, why in keeper.damaged.items():
             log(f"WARNING    the checkpoint of step {step} is not used: {why}")
-        self.reference = read_reference(self.config, self.spec)
         in_all_processes(lambda: keeper.clean(self.start, self.is_over) if jax.process_index() == 0 else None)
         self.options = introduce(self, self.directory, planned, keeper.source_differs)
         about = {**self.provenance, **self._open_log(), **keeper.record}
@@ -350,7 +347,7 @@ class Run:
             if first:
                 self.clock.begin()
             now = self.clock.now(self.log.seconds_of(2), [listener.seconds for listener in self.listeners])
-            self.arguments = (*self.reference, *([] if now is None else [now]))
+            self.arguments: tuple[Any, ...] = () if now is None else (now,)
             yield step, batch
             if self.stopped_by or self.is_over:
                 return

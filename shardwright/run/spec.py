@@ -23,7 +23,6 @@ class StepSpec:
         init_state: (key, config, model) -> state.
         make_training_step: (config, model) -> the jitted training step.
         make_evaluation_step: (config, model, compiler options) -> the jitted evaluation step.
-        takes_reference: True if the training step takes the weights of training.reference after the step number.
         takes_clock: True if it takes the clock of training.minutes as its last argument.
     """
 
@@ -35,7 +34,6 @@ class StepSpec:
     init_state: Callable[..., Any]
     make_training_step: Callable[..., Any]
     make_evaluation_step: Callable[..., Any]
-    takes_reference: bool = False
     takes_clock: bool = False
 
     @property

@@ -21,11 +21,10 @@ from shardwright.modeling.attention import expect_einsum
 from shardwright.modeling.attention_calls import Call, calls_of
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of, load_model
-from shardwright.modeling.weights import shapes_of, sharded
+from shardwright.modeling.weights import shapes_of
 from shardwright.optimizers.rates import Clock, inputs_of_loss
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.config import Config, check_divides
-from shardwright.run.reference import weights_of
 from shardwright.run.spec import StepSpec, load_spec
 
 NAMES = "training", "evaluation", "start"
@@ -168,9 +167,8 @@ class Step:
                 return start.trace(jax.eval_shape(jax.random.key, 0))
             if self.name == "evaluation":
                 return spec.make_evaluation_step(c, model).trace(state.weights, self.batch())
-            reference = [sharded(type(shapes), shapes) for shapes in weights_of(c, spec)]
             step = spec.make_training_step(c, model)
-            return step.trace(state, self.batch(), np.int32(0), *reference, *clock_of(c, spec))
+            return step.trace(state, self.batch(), np.int32(0), *clock_of(c, spec))
 
     @property
     def jaxpr(self) -> ClosedJaxpr:

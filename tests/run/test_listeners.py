@@ -238,7 +238,7 @@ def saving(run, monkeypatch):
             setattr(run.config.training, name, value)
         run.log.note = lambda *_: None
         run.log.sync = lambda: None
-        given = {"record": {"reference": None}, "carried": {}, "best": None}
+        given = {"record": {}, "carried": {}, "best": None}
         run.keeper = SimpleNamespace(checkpoints=Checkpointer(fails), **given)
         run.clock = SimpleNamespace(seconds=7.0)
         run.provenance, run.placement, run.stopped_by = {}, None, None

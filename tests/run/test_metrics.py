@@ -231,7 +231,7 @@ def test_the_loop_times_how_long_it_waits_for_batches():
     log, listeners = SimpleNamespace(add_wait=waited.append, seconds_of=float), []
     run = SimpleNamespace(start=3, end_step=5, stopped_by=None, batch_of=lambda step: step)
     run.log, run.listeners = log, listeners
-    run.clock, run.reference, run.is_over = Stopwatch(None), (), False
+    run.clock, run.is_over = Stopwatch(None), False
     run.config = SimpleNamespace(data=SimpleNamespace(prefetch=1))
     run.loader = SimpleNamespace(load=lambda step: time.sleep(0.2) or step, parallel_loads=1)
     with contextlib.ExitStack() as run._cleanup:

@@ -20,7 +20,6 @@ from rich.console import Console
 from shardwright.data.loader import StreamConfig
 from shardwright.modeling.model import is_shipped, load_model
 from shardwright.modeling.weights import shapes_of
-from shardwright.run import reference
 from shardwright.run.changes import steps_of, tokens_before
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.files import read_config
@@ -404,14 +403,3 @@ def test_a_tokenizer_beside_the_user_is_no_address(stranger, tmp_path):
     run = stranger.write(data__filespec=None, data__stream=stream)
     with open_run(run, None, False) as saved:
         assert saved.config.data.stream.tokenizer == "tokenizer.json"
-
-
-def test_a_reference_is_not_asked_for_its_data(stranger):
-    """A run of one's own, that was trained on data at an address."""
-    run = stranger.write(
-        data__filespec="http://127.0.0.1:1/x", training__changes=[{"step": 1, "data.filespec": "s3://x"}]
-    )
-    c = tiny.config(tiny.model(vocab=stranger.config["model"]["vocab"]))
-    c.training.reference = run
-    with jax.set_mesh(tiny.mesh("d=8")):
-        assert reference.model_of(c).table

@@ -24,7 +24,6 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
 from shardwright.run.opening import fresh_state
-from shardwright.run.reference import read_reference
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling
 from tests.support import dense, tiny
@@ -66,11 +65,10 @@ def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = N
         batch = tiny.place_batch(c, batch)
         nats, targets = train.make_evaluation_step(c, model)(state.weights, batch)
         step, found = train.make_training_step(c, model), Trained([], [], [], float(nats / targets), None)
-        reference = read_reference(c, train.SPEC)
         for i in range(steps):
             found.before.append(host(state.weights))
             mu = host(state.adam_mu)
-            state, metrics = step(state, batch, np.int32(i), *reference)
+            state, metrics = step(state, batch, np.int32(i))
             found.metrics.append(metrics)
 
             def of_step(new, old):
@@ -143,16 +141,6 @@ DENSE = {  # recipe: how dense.logits is told of it
 }
 
 
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    """Path, sizes and weights of a run of another size, of the same vocabulary."""
-    c, path = tiny.config(tiny.model(layers=2, d_model=64, n_kv=4)), tmp_path_factory.mktemp("teacher")
-    with jax.set_mesh(tiny.mesh("d=2")), Checkpointer(path / "checkpoints") as checkpoints:
-        w = tiny.weights(c.model)
-        checkpoints.save(3, {"weights": w}, {"config": dataclasses.asdict(c), "loader": {}})
-    return str(path), c.model, jax.tree.map(np.asarray, w)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_git_applies_each_recipe_to_the_source_of_today(recipe, tmp_path):
@@ -164,10 +152,10 @@ def test_git_applies_each_recipe_to_the_source_of_today(recipe, tmp_path):
 
 @pytest.mark.parametrize("program", ["evaluation", pytest.param("training", marks=EVERY_LONG)])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_types_of_each_recipe_hold(recipe, program, teacher):
-    reference = teacher[0] if recipe in ("distillation", "dpo") else None
+def test_the_types_of_each_recipe_hold(recipe, program):
     microbatches = 1 if recipe in ("dpo", "simpo") else 2
-    c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=microbatches, reference=reference)
+    c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=microbatches)
+    c.optimizer.loss = "changed_train:dpo" if recipe == "dpo" else c.optimizer.loss
     mesh = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
         c.model = train.ModelConfig(**vars(c.model))
@@ -321,26 +309,7 @@ def test_label_smoothing_is_torchs_and_leaves_validation_alone():
     assert_gradients(found, lambda w: dense.cross_entropy(dense.logits(w, TOKENS, c), BATCH, smoothing=0.1))
 
 
-# ---- another model in the step, and losses of pairs -----------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_distillation_is_the_dense_one(teacher):
-    path, sizes, w = teacher
-    c, found = tiny.model(layers=4), trained("distillation", "d=2 t=2", reference=path, loss_chunk=4)
-    of_teacher = dense.logits(w, TOKENS, sizes)
-
-    def plain(w):
-        return dense.cross_entropy(dense.logits(w, TOKENS, c), BATCH)
-
-    np.testing.assert_allclose(found.validation, plain(found.before[0]), rtol=1e-5)
-
-    def loss(w):
-        p, logs = jax.nn.softmax(of_teacher / 2), jax.nn.log_softmax(dense.logits(w, TOKENS, c) / 2)
-        kl = jnp.sum(p * (jnp.log(p) - logs), -1)
-        return 0.5 * plain(w) + 2 * jnp.sum(kl * BATCH.loss_mask) / BATCH.loss_mask.sum()
-
-    assert_gradients(found, loss)
+# ---- losses of pairs ----------------------------------------------------------------------------------------------
 
 
 def pair_sums(logits, mean=False):
@@ -351,10 +320,18 @@ def pair_sums(logits, mean=False):
 
 
 @pytest.mark.slow
-def test_preferences_are_dpo(teacher):
-    path, sizes, w = teacher
-    c, found = tiny.model(layers=4), trained("dpo", "d=2 t=2", reference=path, microbatches=2)
-    chosen_of, rejected_of = pair_sums(dense.logits(w, TOKENS, sizes))
+@pytest.mark.parametrize("mesh", ["d=2 t=2", STAGES])
+def test_preferences_are_dpo(mesh):
+    """The reference policy has a layer less. Its log-probabilities are an input of the dataset."""
+    sizes = tiny.model(layers=3)
+    with jax.set_mesh(tiny.mesh("one device")):
+        of_reference = dense.logits(jax.tree.map(np.asarray, tiny.weights(sizes)), TOKENS, sizes)
+    log_p = np.asarray(jax.nn.log_softmax(of_reference))
+    log_p = np.take_along_axis(log_p, BATCH.targets[..., None].astype(np.int32), -1)
+    batch = dataclasses.replace(BATCH, loss_inputs=log_p.astype(np.float32).view(np.uint32))
+    settings = {"optimizer": {"loss": "changed_train:dpo"}, "microbatches": 2}
+    c, found = tiny.model(layers=4), trained("dpo", mesh, batch=batch, **settings)
+    chosen_of, rejected_of = pair_sums(of_reference)
 
     def loss(w):
         chosen, rejected = pair_sums(dense.logits(w, TOKENS, c))
@@ -362,6 +339,8 @@ def test_preferences_are_dpo(teacher):
         return jnp.mean(jnp.log1p(jnp.exp(-margin)))
 
     assert_gradients(found, loss)
+    with pytest.raises(ValueError, match="whole sequences"):
+        trained("dpo", "one device", batch=batch, loss_chunk=4, **settings)
 
 
 @pytest.mark.slow

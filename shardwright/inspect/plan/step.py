@@ -23,8 +23,7 @@ class Held(NamedTuple):
     Attributes:
         line: where it is made.
         what: the name of a weight, or the array's type.
-        kind: weights, optimizer, reference, batch, gradients, saved for the backward pass, gathered copies of weights,
-            or working.
+        kind: weights, optimizer, batch, gradients, saved for the backward pass, gathered copies of weights, or working.
         bytes: on one device.
         again: FLOPs per step to recompute it instead of saving it; 0 if it is not saved.
     """
@@ -93,9 +92,8 @@ def step_of(
     for var, inner in zip(eqn.invars, inside.invars, strict=True):
         path = outer.get(var, ()) if is_variable(var) else ()
         name = jax.tree_util.keystr(path, simple=True, separator=".").removeprefix("0.")
-        kind = {"0": "optimizer", "1": "batch", "3": "reference"}.get(
-            str(getattr(path[0], "idx", "")) if path else "", ""
-        )
+        argument = str(getattr(path[0], "idx", "")) if path else ""
+        kind = {"0": "optimizer", "1": "batch"}.get(argument, "")
         kind = "weights" if name.startswith("weights.") else kind
         shape = inner.aval.shape
         dtype = np.dtype(inner.aval.dtype)

@@ -168,13 +168,12 @@ class StepWithoutStages:
         self.program = step.jaxpr
 
     @contextlib.contextmanager
-    def arguments(self, state: Any, batch: TokenBatch, step: object, *reference: object) -> Iterator[tuple[Any, ...]]:
+    def arguments(self, state: Any, batch: TokenBatch, step: object, *clock: object) -> Iterator[tuple[Any, ...]]:
         """Converts arguments of the step to the mesh without stages, which is the current mesh inside this context."""
         state = self.state(state)
-        reference = tuple(map(self.state, reference))
         with jax.set_mesh(self.mesh):
             batch = jax.tree.map(jax.device_put, batch, make_shardings(Array["m", TokenBatch], like=batch))
-            yield state, batch, step, *reference
+            yield state, batch, step, *clock
 
     def state(self, state: object) -> Any:
         """Converts a state of the current mesh to the one without stages, with layers in order."""

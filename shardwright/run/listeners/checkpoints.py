@@ -116,7 +116,6 @@ class Checkpoints(Listener):
         }
         if of_best := best or self._best:
             metadata["best"] = of_best._asdict()
-        metadata |= {"reference": made} if (made := run.keeper.record["reference"]) else {}
 
         def complete() -> None:
             in_all_processes(run.log.sync)

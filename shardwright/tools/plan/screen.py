@@ -12,7 +12,7 @@ from shardwright.inspect.tables import Table, digits, fit, in_bytes, in_numbers,
 from shardwright.run.files import duration
 
 GIB = 2**30
-WHOLE = ("weights", "optimizer", "reference", "batch")
+WHOLE = ("weights", "optimizer", "batch")
 """Kinds of memory that belong to no line: one row each."""
 SHOWN = 10
 """Rows of a table on the terminal."""

@@ -22,7 +22,6 @@ from shardwright.run.differences import flat
 from shardwright.run.files import read_config, read_records
 from shardwright.run.opening import StagesChoice, fresh_state, mesh_for, read_state, trusted_options
 from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.reference import check_reference, read_reference, reference_record
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.spec import load_spec
 from shardwright.run.stages import placement_of
@@ -63,7 +62,6 @@ class Session:
         self._whole = c
         self.placement = placement_of(c, self.model)
         self.state: Any = None
-        self.reference = read_reference(c, load_spec())
         self._settle(metadata.get("loader"))
 
     def _settle(self, state: Any = None) -> None:
@@ -83,7 +81,7 @@ class Session:
         if self.config.training.minutes is not None and elapsed is None:
             step = self.step + 1
             raise ValueError(f"metrics.jsonl has no `elapsed` of step {step}, which its learning rate follows.")
-        return (*self.reference, *clock_of(self.config, load_spec(), 0.0 if elapsed is None else float(elapsed)))
+        return clock_of(self.config, load_spec(), 0.0 if elapsed is None else float(elapsed))
 
     @property
     def number(self) -> int:
@@ -154,15 +152,13 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
                 config["data"]["skip_steps"] = skips[1]
             config = saved_config({"config": config})  # config.yaml is untrusted too
         c = config_of(config, trust)
-        for name in ("reference", *(() if done else ("init_from",))):  # init_from is read only before the first step
-            if (place := getattr(c.training, name)) is not None and not trust:
-                raise ValueError(
-                    f"training.{name} of the run is {place!r}: give trust=true to read its weights, if you trust it."
-                )
+        source = None if done else c.training.init_from  # read only before the first step
+        if source is not None and not trust:
+            raise ValueError(
+                f"training.init_from of the run is {source!r}: give trust=true to read its weights, if you trust it."
+            )
         on = mesh_for(mesh, c)
         with jax.set_mesh(on):
-            if done:
-                check_reference(metadata.get("reference"), reference_record(c))
             options = known_options(trusted_options(c, trust, write), write)
             session = Session(c, metadata if done else {}, done, options, metrics_of(run))
             now = provenance_of(trace_step(config_at(c, done - 1), session.model), ("training",))
