@@ -495,16 +495,19 @@ def update_state(
     step: i32[""],
     config: Config,
     updates: object,
-    clock: rates.Clock | None = None,
+    schedule_step: f32[""] | None = None,
 ) -> tuple[State[W], f32[""], f32[""]]:
-    """Applies `g`. Returns the new State, the norm of `g` before clipping, and the rate."""
+    """Applies `g`. Returns the new State, the norm of `g` before clipping, and the rate.
+
+    `schedule_step` is where the learning rate's schedule is, if not at `step`.
+    """
 
     def zero_if_frozen(update: rates.Update, g: jax.Array) -> jax.Array:
         return jnp.zeros_like(g) if update.algorithm == rates.FROZEN else g
 
     g = rates.row_major(jax.tree.map(zero_if_frozen, updates, g))
     g, norm = clip_by_global_norm(g, config.optimizer.clip_norm)
-    rate = rates.learning_rate(step, config.optimizer, clock)
+    rate = rates.learning_rate(step, config.optimizer, schedule_step)
     # Each changes the weights that `updates` assigns to it, and leaves the others.
     for optimizer in rates.algorithms(config.optimizer, OPTIMIZERS).values():
         state = optimizer(state, g, step, rate, config.optimizer, updates)
@@ -546,7 +549,8 @@ def init_state(key: jax.Array, config: Config, model: LanguageModel) -> State:
 def make_training_step(config: Config, model: LanguageModel):
     """The jitted training step: (state, batch, step) -> (state, metrics).
 
-    It donates the state. With training.minutes, it also takes the clock.
+    It donates the state. With training.minutes, it also takes the position in the learning rate's
+    schedule, which the host computes from the time.
     """
     forward = Forward(model, config.training, softmax_attention, in_training=True)
     updates = rates.updates_of(config.optimizer, model, OPTIMIZERS)
@@ -556,12 +560,12 @@ def make_training_step(config: Config, model: LanguageModel):
     @compute_scope(config.training.compute_dtype)
     @typed_shard_map
     def training_step(
-        state: Of[Trained], batch: Batch, step: i32[""], clock: rates.Clock | None = None
+        state: Of[Trained], batch: Batch, step: i32[""], schedule_step: f32[""] | None = None
     ) -> tuple[Of[Trained], Metrics]:
         seeds = dropout_seeds(batch, step, config)
         loss, g, layers = loss_and_gradients(state.weights, batch, seeds, config, forward)
         g = checkpoint_name(g, "gradient")  # the name by which statistics find them
-        new, grad_norm, rate = update_state(state, g, step, config, updates, clock)
+        new, grad_norm, rate = update_state(state, g, step, config, updates, schedule_step)
         skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
         return state, Metrics(loss, grad_norm, rate, layers, skipped, count_targets(batch))
@@ -605,7 +609,6 @@ SPEC = StepSpec(
     init_state=init_state,
     make_training_step=make_training_step,
     make_evaluation_step=make_evaluation_step,
-    takes_clock=True,
 )
 """The parts of this file that runs, checks and tools use."""
 

@@ -30,28 +30,18 @@ TAKES = {
 """Arguments of the functions that settings may name in the user's own files."""
 
 
-@pytree_dataclass
-class Clock:
-    """The time of a run with training.minutes, when a step begins."""
-
-    elapsed: f32[""]
-    """Share of these minutes that has passed."""
-
-
-def learning_rate(step: i32[""], c: OptimizerConfig, clock: Clock | None = None) -> f32[""]:
+def learning_rate(step: i32[""], c: OptimizerConfig, schedule_step: f32[""] | None = None) -> f32[""]:
     """Learning rate of a step: linear warmup to the peak at warmup_steps, then c.schedule to the floor.
 
-    With a `clock`, c.schedule_steps stands for all of its time, and only the warmup goes by steps. A function of the
+    With training.minutes, the schedule is at `schedule_step`, and only the warmup goes by steps. A function of the
     user's own gives the fraction of the peak.
     """
     step = jnp.float32(step)
-    end = c.schedule_steps
+    at = step if schedule_step is None else schedule_step
     if ":" in c.schedule:
-        at = step if clock is None or end is None else clock.elapsed * end
         return c.learning_rate * _own_schedule(at, c)
     height = 1.0  # above the floor, as a fraction
-    if c.schedule != "constant" and end is not None:
-        at = step if clock is None else clock.elapsed * end
+    if c.schedule != "constant" and (end := c.schedule_steps) is not None:
         begin = end - (c.cooldown_steps or 0) if c.schedule == "wsd" else c.warmup_steps
         progress = jnp.clip((at - begin) / (end - begin), 0, 1)
         height = 0.5 * (1 + jnp.cos(jnp.pi * progress)) if c.schedule == "cosine" else 1 - progress

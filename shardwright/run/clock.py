@@ -3,13 +3,12 @@
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-
-from shardwright.optimizers.rates import Clock
 
 _now = time.monotonic
 
@@ -17,8 +16,7 @@ _now = time.monotonic
 class Stopwatch:
     """Counts the time of a run from its first step on. The time before the first step of each start is left out.
 
-    All processes make the same calls. The devices compute the maximum of the times of all processes, so that these
-    agree and no device idles for it.
+    All processes make the same calls.
 
     Args:
         minutes: training.minutes.
@@ -43,17 +41,17 @@ class Stopwatch:
         """Starts counting. Called just before the first step after this start of the run."""
         self._began = _now()
 
-    def now(self, steps: float, work: Sequence[float]) -> Clock | None:
-        """Returns the Clock that the next step takes, on the current mesh; None without training.minutes.
+    def now(self, steps: float, work: Sequence[float]) -> Any:
+        """Returns the share of training.minutes that has passed: a scalar, with several processes on the current mesh.
 
         Args:
-            steps: seconds that this step and one more take, after those in progress; 0 if unknown.
+            steps: seconds that the next step and one more take, after those in progress; 0 if unknown.
             work: seconds that each kind of work after the last step takes; 0 if unknown.
         """
-        if self.minutes is None:
-            return None
-        elapsed, self._agreed = _agreed(np.array([self.seconds, steps, *work], np.float32) / (60 * self.minutes))
-        return Clock(elapsed)
+        assert self.minutes is not None
+        shares = np.array([self.seconds, steps, *work], np.float32) / (60 * self.minutes)
+        self._agreed = shares if jax.process_count() == 1 else _largest(shares)
+        return self._agreed[0]
 
     def see(self, due: Sequence[bool]) -> None:
         """Sets `is_over` if the step just dispatched is the last one: there is no time for one more.
@@ -64,21 +62,10 @@ class Stopwatch:
         self.is_over = elapsed + steps + sum(itertools.compress(work, due)) + sum(work) >= 1
 
 
-def _agreed(shares: np.ndarray) -> tuple:
-    """Returns the largest of all processes of each of `shares`: the first, and all. Does not wait for the result.
-
-    With several processes, these are arrays on the current mesh.
-    """
-    if jax.process_count() == 1:
-        return shares[0], shares
+def _largest(x: np.ndarray) -> jax.Array:
+    """Returns the largest of all processes for each entry, computed on the devices, so that none idles for it."""
     mesh = jax.sharding.get_mesh()
-
     over_all = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    own = np.tile(shares, (mesh.local_mesh.size, 1))
-    return _largest(jax.make_array_from_process_local_data(over_all, own, (mesh.size, shares.size)))
-
-
-@jax.jit
-def _largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    most = jnp.max(x, axis=0)
-    return most[0], most
+    own = np.tile(x, (mesh.local_mesh.size, 1))
+    of_all = jax.make_array_from_process_local_data(over_all, own, (mesh.size, x.size))
+    return jnp.max(of_all, axis=0)

@@ -42,7 +42,7 @@ from shardwright.run.provenance import keep_source, provenance_of
 from shardwright.run.resuming import deciding_settings
 from shardwright.run.spec import StepSpec, load_spec
 from shardwright.run.stages import placement_of
-from shardwright.run.step import Step, trace_step
+from shardwright.run.step import Step, schedule_step, trace_step
 from shardwright.run.stores import check_processes, in_all_processes
 from shardwright.run.trackers import tracked
 from shardwright.settings.output import override
@@ -74,8 +74,9 @@ class Run:
         loader, validation: loaders of the two splits; validation is None without evaluations.
         passes: passes over each source of the data in the whole run, by name; empty if unknown.
         options: compiler options that the installed XLA knows.
-        arguments: further arguments of the next training step: the clock of training.minutes.
+        arguments: further arguments of the next training step: the schedule_step of training.minutes.
         clock: the Stopwatch of the run; set by `begin`.
+        elapsed: {"elapsed": share of training.minutes that had passed when the step began}; {} without this setting.
         stopped_by: name of the signal that requested a stop; None without one.
         log: the RunLog; set by `begin`.
         program, hlo, compiled_s: the compiled step, the file of its HLO text, and the seconds that compiling took;
@@ -346,8 +347,12 @@ class Run:
             now_at("in the training step", paused=first)
             if first:
                 self.clock.begin()
-            now = self.clock.now(self.log.seconds_of(2), [listener.seconds for listener in self.listeners])
-            self.arguments: tuple[Any, ...] = () if now is None else (now,)
+            self.elapsed, self.arguments = {}, ()
+            if self.clock.minutes is not None:
+                work = [listener.seconds for listener in self.listeners]
+                elapsed = self.clock.now(self.log.seconds_of(2), work)
+                self.elapsed = {"elapsed": elapsed}
+                self.arguments = schedule_step(self.config, elapsed)
             yield step, batch
             if self.stopped_by or self.is_over:
                 return
@@ -363,9 +368,8 @@ class Run:
         No device idles meanwhile. `metrics` is a dataclass with fields that RunLog.log accepts, one of them `loss`.
         """
         self.done = step + 1
-        clock = self.arguments[-1] if self.clock.minutes is not None else None
-        self.log.log(step, vars(metrics) | (vars(clock) if clock else {}))
-        if clock:
+        self.log.log(step, vars(metrics) | self.elapsed)
+        if self.elapsed:
             self.clock.see([listener.is_due() for listener in self.listeners])
             if self.clock.is_over:
                 self.end_here()

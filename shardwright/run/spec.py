@@ -23,7 +23,6 @@ class StepSpec:
         init_state: (key, config, model) -> state.
         make_training_step: (config, model) -> the jitted training step.
         make_evaluation_step: (config, model, compiler options) -> the jitted evaluation step.
-        takes_clock: True if it takes the clock of training.minutes as its last argument.
     """
 
     State: Any
@@ -34,7 +33,6 @@ class StepSpec:
     init_state: Callable[..., Any]
     make_training_step: Callable[..., Any]
     make_evaluation_step: Callable[..., Any]
-    takes_clock: bool = False
 
     @property
     def module(self) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardwright.modeling.attention_calls import Call, calls_of
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of, load_model
 from shardwright.modeling.weights import shapes_of
-from shardwright.optimizers.rates import Clock, inputs_of_loss
+from shardwright.optimizers.rates import inputs_of_loss
 from shardwright.run.changes import config_at, firsts
 from shardwright.run.config import Config, check_divides
 from shardwright.run.spec import StepSpec, load_spec
@@ -168,7 +169,13 @@ class Step:
             if self.name == "evaluation":
                 return spec.make_evaluation_step(c, model).trace(state.weights, self.batch())
             step = spec.make_training_step(c, model)
-            return step.trace(state, self.batch(), np.int32(0), *clock_of(c, spec))
+            if schedule_step(c) and "schedule_step" not in inspect.signature(step).parameters:
+                raise ValueError(
+                    f"training.minutes is {c.training.minutes}, and the training step of {spec.module} takes no "
+                    "schedule_step: add this last argument, and pass it to learning_rate as the released train.py "
+                    "does, or give the length in steps."
+                )
+            return step.trace(state, self.batch(), np.int32(0), *schedule_step(c))
 
     @property
     def jaxpr(self) -> ClosedJaxpr:
@@ -186,20 +193,14 @@ class Step:
         return hashlib.sha256(self.lower().as_text().encode()).hexdigest()[:20]
 
 
-def clock_of(c: Config, spec: StepSpec, elapsed: float = 0.0) -> tuple[Clock, ...]:
-    """Returns a tuple of the Clock, last argument of a training step with training.minutes; () without this setting.
+def schedule_step(c: Config, elapsed: Any = np.float32(0)) -> tuple:
+    """Returns a tuple of the position in optimizer.schedule, last argument of a training step with training.minutes.
 
-    `elapsed` is the share of these minutes that has passed. Raises ValueError if the step of `spec` takes no clock.
+    `elapsed` is the share of these minutes that has passed, of which optimizer.schedule_steps stands for the whole. ()
+    without these settings: then the schedule goes by steps.
     """
-    if c.training.minutes is None:
-        return ()
-    if not spec.takes_clock:
-        raise ValueError(
-            f"training.minutes is {c.training.minutes}, and the training step of {spec.module} takes no clock: give it "
-            "one as the released train.py does (its last argument, which learning_rate gets, and takes_clock=True in "
-            "SPEC), or give the length in steps."
-        )
-    return (Clock(np.float32(elapsed)),)
+    steps = c.optimizer.schedule_steps
+    return () if c.training.minutes is None or steps is None else (elapsed * np.float32(steps),)
 
 
 def _trace_logits(step: Step) -> jax.stages.Traced:

@@ -17,7 +17,7 @@ from shardlib.shardtypes import ShardError, f32, i32
 from shardwright.data.checks import check_ranges
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import GroupConfig, check_optimizer
-from shardwright.optimizers.rates import Clock, learning_rate
+from shardwright.optimizers.rates import learning_rate
 from tests.support import tiny
 from tests.support.optax_truth import random_like, same, updated_by_optax, updated_on
 from tests.support.recipes import ROOT, module_of
@@ -65,7 +65,7 @@ def test_the_schedule_of_the_page(monkeypatch):
     check_optimizer(c)
     with module_of(f"import jax.numpy as jnp\n{code}", "own_schedule"):
         rates = [learning_rate(jnp.int32(step), c) for step in (0, 1, 3, 12, 300)]
-        with_time = learning_rate(jnp.int32(0), dataclasses.replace(c, schedule_steps=24), Clock(jnp.float32(0.5)))
+        with_time = learning_rate(jnp.int32(0), dataclasses.replace(c, schedule_steps=24), jnp.float32(12))
     np.testing.assert_allclose(rates, [0, PEAK / 3, PEAK, PEAK / 2, PEAK / 10], rtol=1e-5)
     np.testing.assert_allclose(with_time, PEAK / 2, rtol=1e-5)
 

@@ -11,10 +11,9 @@ import pytest
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.optimizers.rates import Clock
 from shardwright.run import clock, metrics
 from shardwright.run.clock import Stopwatch
-from shardwright.run.step import clock_of
+from shardwright.run.step import schedule_step, trace_step
 from shardwright.tools.replay.__main__ import Settings, replay
 from tests.support import tiny
 
@@ -37,9 +36,7 @@ def steps_of(
     shares = []
     while not watch.is_over:
         is_known = len(shares) >= interval
-        now = watch.now(2 * each, [work * is_known])
-        assert now is not None
-        shares.append(float(now.elapsed))
+        shares.append(float(watch.now(2 * each, [work * is_known])))
         is_due = len(shares) % interval == 0
         watch.see([is_due])
         seconds[0] += each + work * (is_due or watch.is_over)
@@ -80,7 +77,6 @@ def test_the_time_of_earlier_starts_counts(seconds):
     assert Stopwatch(2.0, 120.0).is_over
     assert not Stopwatch(3.0, 120.0).is_over
     assert not Stopwatch(None, 120.0).is_over
-    assert Stopwatch(None, 120.0).now(1.0, []) is None
 
 
 SCHEDULES = {
@@ -110,17 +106,32 @@ def test_the_decay_follows_the_clock_and_the_warmup_the_steps(name):
     decay = decay_of(SCHEDULES[name], 0.02)
     for step, share in ((0, 0.0), (1, 0.9), (3, 0.0), (3, 0.3), (5, 0.5), (7, 0.8), (10_000, 0.8), (9, 1.0), (9, 1.2)):
         expected = step / 3 * 0.02 if step < 3 else decay(min(share, 1.0))
-        found = train.rates.learning_rate(np.int32(step), c, Clock(np.float32(share)))
+        found = train.rates.learning_rate(np.int32(step), c, np.float32(share * END))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.quick
-def test_a_step_that_takes_no_clock_is_refused():
+def test_the_position_in_the_schedule_is_the_share_of_its_steps():
     c = tiny.config(minutes=5.0)
-    with pytest.raises(ValueError, match=r"training.minutes is 5.0, and the training step of train takes no clock"):
-        clock_of(c, dataclasses.replace(train.SPEC, takes_clock=False))
-    assert clock_of(c, train.SPEC) == (Clock(np.float32(0)),)
-    assert clock_of(tiny.config(), dataclasses.replace(train.SPEC, takes_clock=False)) == ()
+    assert schedule_step(c, np.float32(0.5)) == (np.float32(END / 2),)
+    assert schedule_step(tiny.config()) == ()
+    c.optimizer.schedule, c.optimizer.schedule_steps = "constant", None
+    assert schedule_step(c, np.float32(0.5)) == ()
+
+
+@pytest.mark.quick
+def test_a_step_that_takes_no_position_is_refused():
+    c = tiny.config(minutes=5.0)
+    model = load_model(c.model)
+
+    def make_training_step(config, model):
+        step = train.make_training_step(config, model)
+        return jax.jit(lambda state, batch, step_: step(state, batch, step_))
+
+    spec = dataclasses.replace(train.SPEC, make_training_step=make_training_step)
+    step = trace_step(c, model, tiny.mesh("d=4 t=2"), spec=spec)
+    with pytest.raises(ValueError, match=r"training.minutes is 5.0, .* takes no schedule_step: add this last argument"):
+        step.traced  # noqa: B018
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ WRONG = {
     ),
     "a replica is not alone": (('with shardops.alone("r")', "if True"), "the value differs between devices of r"),
     "each replica takes all rows": (
-        ("(*each, step, clock), (replicas, *rows)", "(each, batch, seeds, step, clock), replicas"),
+        ("(*each, step, schedule_step), (replicas, *rows)", "(each, batch, seeds, step, schedule_step), replicas"),
         r"reduce_sum: it is 0\.5 times what one device computes",
     ),
     "replicas take turns with the rows": (

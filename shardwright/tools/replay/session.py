@@ -25,7 +25,7 @@ from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.spec import load_spec
 from shardwright.run.stages import placement_of
-from shardwright.run.step import clock_of, trace_step
+from shardwright.run.step import schedule_step, trace_step
 
 Write = Callable[[str], None]
 
@@ -77,11 +77,13 @@ class Session:
     @property
     def arguments(self) -> tuple:
         """Arguments of the step after its number. Raises ValueError if its time is unknown, with training.minutes."""
-        elapsed = logged(self._logs.get(self.step + 1, {}), "elapsed")
-        if self.config.training.minutes is not None and elapsed is None:
-            step = self.step + 1
+        if self.config.training.minutes is None:
+            return ()
+        step = self.step + 1
+        elapsed = logged(self._logs.get(step, {}), "elapsed")
+        if elapsed is None:
             raise ValueError(f"metrics.jsonl has no `elapsed` of step {step}, which its learning rate follows.")
-        return clock_of(self.config, load_spec(), 0.0 if elapsed is None else float(elapsed))
+        return schedule_step(self.config, elapsed)
 
     @property
     def number(self) -> int:
