@@ -3,7 +3,7 @@
     python -m train --config-name=local_test_synthetic
 
 Read it from the top. The settings are in shardwright/run/config.py, the forward pass of any model
-in shardwright/modeling/forward.py, and the loop over layers in shardlib/layers.py.
+and the loop over its layers in shardwright/modeling/forward.py.
 
 Dims
   m  microbatches               B  sequences of each        M  d_model
@@ -42,7 +42,6 @@ if __name__ == "__main__":  # first, because the imports below take seconds
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -53,41 +52,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops, shardtypes
-from shardlib.layers import LayerAux, LayerMetrics
-from shardlib.shardtypes import (
-    Array,
-    Of,
-    bool_,
-    f32,
-    i32,
-    pytree_dataclass,
-    typed,
-    typed_shard_map,
-    u32,
-)
+from shardlib.layers import LayerMetrics
+from shardlib.shardtypes import Array, Of, f32, i32, pytree_dataclass, typed, u32
 from shardwright.data.loader import TokenBatch
-from shardwright.jax_extra import explicit_activation_checkpointing, save_for_backward
+from shardwright.jax_extra import save_for_backward
 from shardwright.modeling import masks, rope
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.loss_chunks import sum_in_chunks
-from shardwright.modeling.model import (
-    LanguageModel,
-    Targets,
-    Tokens,
-    act,
-    checked_logits,
-    compute_scope,
-)
+from shardwright.modeling.model import LanguageModel, Targets, Tokens, act, compute_scope
 from shardwright.modeling.settings import ModelConfig
-from shardwright.modeling.weights import (
-    embedding,
-    gain,
-    matrix,
-    outside_of_layers,
-    table_of,
-    unembedding,
-)
+from shardwright.modeling.weights import embedding, gain, matrix, table_of, unembedding
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.muon import muon
@@ -316,44 +291,35 @@ def count_targets(batch: Batch) -> f32[""]:
     return shardops.psum("+b ->", count)
 
 
-@typed
-def summed_loss(
-    w: W, x: object, targets: Targets, model: LanguageModel, loss: Callable
-) -> f32["+b +c"]:
-    """Sum of loss(logits, targets) over the targets that count.
+def head_loss(w: W, x: object, batch: TokenBatch, forward: Forward) -> f32[""]:
+    """Loss of a microbatch, summed over the targets that count, and divided by forward.count.
 
     `x` is the output of the last layer.
     """
-    losses = loss(checked_logits(model, w, x), targets)
-    # Each device of t holds the same losses: there is no sum over t.
-    return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * targets.counted)
 
+    def summed(w: W, x: object, targets: Targets) -> f32["+b +c"]:  # over all positions, or a chunk
+        losses = forward.losses(w, x, targets)
+        # Each device of t holds the same losses: there is no sum over t.
+        return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * targets.counted)
 
-def head_loss(
-    w: W, x: object, batch: TokenBatch, *, forward: Forward, loss: Callable, count: f32[""]
-) -> f32[""]:
-    """Summed loss of a microbatch, from the output `x` of the last layer, divided by `count`."""
-    loss = explicit_activation_checkpointing(loss, save=forward.training.save)
-    summed = functools.partial(summed_loss, model=forward.model, loss=loss)
-    read = outside_of_layers(forward.model.table, but="embedding")
-    total = sum_in_chunks(summed, forward.training.loss_chunk, read, w, x, Targets.of(batch))
-    return shardops.psum("+b +c ->", total) / count
+    total = sum_in_chunks(summed, forward, w, x, Targets.of(batch))
+    return shardops.psum("+b +c ->", total) / forward.count
 
 
 def microbatch_loss(
-    w: W, batch: TokenBatch, seeds: u32["B/b"] | None, forward: Forward, head: Callable
-) -> tuple[f32[""], LayerAux]:
-    """Loss of a microbatch, which `head` computes after the layers, and the layers' LayerAux.
+    w: W, batch: TokenBatch, seeds: u32["B/b"] | None, forward: Forward
+) -> tuple[f32[""], dict[str, Any]]:
+    """Loss of a microbatch, and the metrics of its layers.
 
     In training, it includes the auxiliary losses, as their mean over the step's microbatches.
     """
     tokens = forward.tokens(batch, seeds)
     x = forward.embed(w, tokens)
     x, _, aux = forward.layers(w.layers, x, tokens)
-    loss = head(w, x, batch)
+    loss = head_loss(w, x, batch, forward)
     if forward.in_training and aux.loss is not None:
         loss = loss + jnp.sum(aux.loss) / forward.training.microbatches
-    return loss, aux
+    return loss, aux.metrics
 
 
 @typed
@@ -366,11 +332,6 @@ def dropout_seeds(batch: Batch, step: i32[""], config: Config) -> u32["m B/b"] |
     return shardops.shard("m B -> m B/b", seeds)
 
 
-def zero_sum(w: jax.Array) -> jax.Array:
-    """Zeros to which the gradients of a weight are added, in f32 at least."""
-    return jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32))
-
-
 @typed
 def loss_and_gradients(
     w: W, batch: Batch, seeds: u32["m B/b"] | None, config: Config, forward: Forward
@@ -378,9 +339,8 @@ def loss_and_gradients(
     """Mean training loss per target plus auxiliary losses, its gradients, and LayerMetrics."""
     m = config.training.microbatches
     count = jnp.maximum(count_targets(batch), 1)  # without targets the loss is 0, not NaN
-    forward = dataclasses.replace(forward, target_count=count / m)
     loss = rates.loss_of(config.optimizer, LOSSES)
-    head = functools.partial(head_loss, forward=forward, loss=loss, count=count)
+    forward = dataclasses.replace(forward, loss=loss, count=count, target_count=count / m)
     adds_up = stages.has_stages() or m > 1
 
     # Gradients are summed over microbatches before they are reduced over r. So the loss is
@@ -395,17 +355,20 @@ def loss_and_gradients(
     gathered, reduce = jax.vjp(prepare, w)
     if stages.has_stages():
         total, g, layers = stages.run(
-            config, forward, head, gathered, (batch, seeds), training=True
+            config, forward, head_loss, gathered, (batch, seeds), training=True
         )
     else:
         loss_and_gradient = jax.value_and_grad(microbatch_loss, has_aux=True)
 
         def add(sums: tuple, microbatch: tuple) -> tuple:
-            (loss, aux), g = loss_and_gradient(gathered, *microbatch, forward, head)
-            return jax.tree.map(jnp.add, sums, (loss, g)), aux.metrics
+            (loss, metrics), g = loss_and_gradient(gathered, *microbatch, forward)
+            return jax.tree.map(jnp.add, sums, (loss, g)), metrics
 
-        zeros = jax.tree.map(zero_sum, gathered)
-        (total, g), metrics = lax.scan(add, (jnp.zeros(()), zeros), (batch, seeds))
+        def zeros(w: jax.Array) -> jax.Array:  # to which gradients are added, in f32 at least
+            return jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32))
+
+        zero = jnp.zeros(()), jax.tree.map(zeros, gathered)
+        (total, g), metrics = lax.scan(add, zero, (batch, seeds))
         layers = LayerMetrics.of_microbatches(metrics, config.model.layers)
     (g,) = reduce(jax.tree.map(lambda g, w: g.astype(w.dtype), g, gathered))
     return total, g, layers
@@ -525,7 +488,9 @@ class Metrics:
     grad_norm: f32[""]
     learning_rate: f32[""]
     layers: LayerMetrics | None
-    skipped: bool_[""]  # loss or grad_norm is not finite, so that the state stayed as it was
+    skipped: shardtypes.bool_[
+        ""
+    ]  # loss or grad_norm is not finite, so that the state stayed as it was
     targets: f32[""]  # their number; if 0, the loss of the step is 0 and is not logged
 
 
@@ -558,7 +523,7 @@ def make_training_step(config: Config, model: LanguageModel):
 
     @functools.partial(jax.jit, donate_argnums=0)
     @compute_scope(config.training.compute_dtype)
-    @typed_shard_map
+    @shardtypes.typed_shard_map
     def training_step(
         state: Of[Trained], batch: Batch, step: i32[""], schedule_step: f32[""] | None = None
     ) -> tuple[Of[Trained], Metrics]:
@@ -577,22 +542,23 @@ def make_evaluation_step(
     config: Config, model: LanguageModel, options: dict[str, Any] | None = None
 ):
     """Jitted with XLA `options`: (weights, batch) -> (summed loss in nats, number of targets)."""
-    forward = Forward(model, config.training, softmax_attention)
+    forward = Forward(model, config.training, softmax_attention, loss=validation_loss)
     Weights = model.Weights
 
     @functools.partial(jax.jit, compiler_options=options)
     @compute_scope(config.training.compute_dtype)
-    @typed_shard_map
+    @shardtypes.typed_shard_map
     def evaluation_step(w: Of[Weights], batch: Batch) -> tuple[f32[""], f32[""]]:
         gathered = forward.gatherable(w)
-        head = functools.partial(head_loss, forward=forward, loss=validation_loss, count=1.0)
 
         def add(total: jax.Array, microbatch: TokenBatch) -> tuple[jax.Array, None]:
-            loss, _ = microbatch_loss(gathered, microbatch, None, forward, head)
+            loss, _ = microbatch_loss(gathered, microbatch, None, forward)
             return total + loss, None
 
         if stages.has_stages():
-            total, _, _ = stages.run(config, forward, head, gathered, (batch, None), training=False)
+            total, _, _ = stages.run(
+                config, forward, head_loss, gathered, (batch, None), training=False
+            )
         else:
             total, _ = lax.scan(add, jnp.zeros(()), batch)
         return total, count_targets(batch)

@@ -1,16 +1,13 @@
-"""Runs a stack of layers, for any model: scan, checkpointing, unrolling and caches."""
+"""What a layer returns: its checks, and the metrics of all layers."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from shardlib import jax_errors
-from shardlib.axes import PIPELINE_AXIS
 from shardlib.describe import describe
 from shardlib.mesh import stage_axes
 from shardlib.op_checks import zeros_like_traced
@@ -109,97 +106,35 @@ class LayerMetrics:
         return dict(zip(self.names, self.values, strict=True))
 
 
-def run_layers(
-    layer: Callable[..., Any],
-    w: object,
-    x: object,
-    layer_ids: jax.Array | None,
-    caches: object = None,
-    *,
-    period: int = 1,
-    checkpoint: Callable[..., Any] | None = None,
-    unroll: int | None = 1,
-) -> tuple[Any, Any, LayerAux]:
-    """Runs a stack of layers. Per-device code.
+def check_result(
+    result: Any, layer: Callable[..., Any], given: tuple[Any, ...]
+) -> tuple[Any, LayerAux]:
+    """Splits the `result` of layer(*given) into the new x and its LayerAux.
 
-    Args:
-        layer: (weights, x, index, index_in_period, cache) -> (result, cache of the layer). The
-            result is x, or a tuple of x and a LayerAux. x must keep its type. `index_in_period` is
-            an int that counts from 0.
-        w: weights of the layers; each array has a leading dim of rows.
-        x: the residual stream: an array, or a pytree of arrays.
-        layer_ids: index in the model of the layer in each row. None: the rows are all layers.
-        caches: caches of the layers; each array has a leading dim of rows. Or None.
-        period: number of layers after which the model's layer pattern repeats. It must divide the
-            number of rows.
-        checkpoint: (fn, prevent_cse) -> a version of `fn` that saves less for the backward pass,
-            such as jax.checkpoint; None: `fn` itself.
-        unroll: number of layers in one iteration of the loop, at least 1; None: all layers.
-
-    Returns:
-        The new `x`, and the layers' new caches and LayerAux, stacked.
-
-    Raises:
-        ShardError: a layer does not return x and LayerAux as described.
+    Raises ShardError unless the new x has the type of the one given first, and the LayerAux is as
+    described.
     """
-    layer_ids = _ids_of_all_layers(w) if layer_ids is None else layer_ids
-    periods = len(layer_ids) // period
-    at_once = periods if unroll is None else min(max(1, unroll // period), periods)
-    # XLA must not replace a recomputed value by the one from the forward pass. It cannot if both
-    # passes are loops, and prevent_cse would then only delay each layer's gathers until the
-    # gradient arrives.
-    prevent_cse = at_once == periods or periods % at_once != 0  # no loop, or layers left after it
-
-    layer_at = [functools.partial(_run_layer, layer, index) for index in range(period)]
-    if checkpoint is not None:
-        layer_at = [checkpoint(run, prevent_cse=prevent_cse) for run in layer_at]
-    stack = w, layer_ids, caches
-    if period == 1:
-        x, results = lax.scan(layer_at[0], x, stack, unroll=at_once)
-        return x, *results
-
-    in_periods = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack)
-    run_period = functools.partial(_run_period, layer_at)
-    x, results = lax.scan(run_period, x, in_periods, unroll=at_once)
-    return x, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
-
-
-def _ids_of_all_layers(w: object) -> jax.Array:
-    """Indices of the rows of `w`, which are all layers. Raises ShardError in a pipeline stage."""
-    if PIPELINE_AXIS in stage_axes():
-        raise ShardError(
-            "the layers of a pipeline stage are run without their layer_ids",
-            "pass on the `layer_ids` that the stage is given",
-        )
-    return jnp.arange(len(jax.tree.leaves(w)[0]))
-
-
-def _run_layer(layer: Callable[..., Any], index_in_period: int, x: Any, row: tuple) -> tuple:
-    """Runs a layer on its row of weights, ids and caches, and checks its result."""
-    weights, index, cache = row
-    result, new_cache = layer(weights, x, index, index_in_period, cache)
     y, aux = split_aux(result)
     try:
         aux.check()
     except ShardError as error:
-
-        def repeat():
-            split_aux(layer(weights, x, index, index_in_period, cache)[0])[1].check()
-
-        jax_errors.add_origin(error, repeat)
+        jax_errors.add_origin(error, lambda: split_aux(layer(*given))[1].check())
         raise
-    if problem := _changed(x, y):
+    if problem := _changed(given[0], y):
         raise ShardError(
             f"a layer is given {problem}",
             "return the residual stream alone, with the shape, dtype and axes of x; reduce or "
             "gather it over any further axes first (psum, all_gather)",
             place=place_of(layer),
         )
-    return y, (new_cache, aux)
+    return y, aux
 
 
-def _run_period(layer_at: list[Callable[..., Any]], x: Any, rows: Any) -> tuple:
-    """Runs the layers of one period, and stacks their caches and LayerAux."""
+def run_period(layer_at: Sequence[Callable[..., Any]], x: Any, rows: Any) -> tuple[Any, Any]:
+    """Runs the layers of one period. Returns the new x, and their caches and LayerAux, stacked.
+
+    Each of `layer_at` is (x, row) -> (x, (cache, LayerAux)), and takes one of `rows`.
+    """
     results = []
     for index, layer in enumerate(layer_at):
         x, result = layer(x, jax.tree.map(lambda stack, index=index: stack[index], rows))

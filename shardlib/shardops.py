@@ -550,9 +550,7 @@ def replicate(spec, x):
 # ---- products ------------------------------------------------------------------------------------
 
 
-def einsum_unreduced(
-    spec, *operands, preferred_element_type=None, product=None, name="einsum_unreduced"
-):
+def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None):
     """Computes an einsum of this device's blocks; contracting a sharded dim gives a partial sum.
 
     The operands, one or more, have one dtype. A dim keeps its sharding from operand to result. The
@@ -570,7 +568,6 @@ def einsum_unreduced(
             operands. Not used with `product`.
         product: function (formula, x, y) to call instead of jnp.einsum, e.g. in another precision.
             Only for two float operands, if each dim is in at least two of x, y and the result.
-        name: name of the op in messages.
 
     >>> @typed_shard_map
     ... def squares(x: f32["B/d F/t"]) -> f32["B/d"]:
@@ -578,6 +575,19 @@ def einsum_unreduced(
     ...     return shardops.psum("B/d +t -> B/d", parts)
     >>> squares(jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [5.0, 25.0]
+    """
+    einsum, arguments, marked = _checked_einsum(
+        "einsum_unreduced", spec, operands, preferred_element_type, product
+    )
+    return marked(einsum(*arguments))
+
+
+def _checked_einsum(
+    name: str, spec: str, operands: tuple, preferred_element_type: Any = None, product: Any = None
+) -> tuple[Callable[..., jax.Array], tuple, Callable[[jax.Array], Any]]:
+    """Checks an einsum by the op `name`; the other arguments are those of einsum_unreduced.
+
+    Returns the function that computes it, its arguments, and the function that marks its result.
     """
     with checked_operands(name, spec, *operands) as (op, values, sizes):
         formula = einsum_formula(op)
@@ -603,20 +613,22 @@ def einsum_unreduced(
                 "or in the result",
                 "leave `product` out",
             )
+
+    def marked(value: jax.Array) -> Any:
+        return wrap(varying(value, axes), op.rhs, copies, f"{name}({op})")
+
     if product:
-        value = product(formula, *values)
-    elif simple:
-        blocks = [
-            math.prod(
-                (d.literal_size or sizes[d.name]) // planned_devices(d.axes) for d in shape.dims
-            )
-            for shape in (op.lhs[0], op.rhs)
-        ]
-        x_is_smaller = choose_by_size(str(op), blocks[0] <= blocks[1])
-        value = einsum_with_gradients(formula, *values, preferred_element_type, x_is_smaller)
-    else:
-        value = jnp.einsum(formula, *values, preferred_element_type=preferred_element_type)
-    return wrap(varying(value, axes), op.rhs, copies, f"{name}({op})")
+        return product, (formula, *values), marked
+    if not simple:
+        einsum = functools.partial(jnp.einsum, preferred_element_type=preferred_element_type)
+        return einsum, (formula, *values), marked
+    blocks = [
+        math.prod((d.literal_size or sizes[d.name]) // planned_devices(d.axes) for d in shape.dims)
+        for shape in (op.lhs[0], op.rhs)
+    ]
+    x_is_smaller = choose_by_size(str(op), blocks[0] <= blocks[1])
+    arguments = formula, *values, preferred_element_type, x_is_smaller
+    return einsum_with_gradients, arguments, marked
 
 
 def broadcast(spec, x):
@@ -691,7 +703,9 @@ def matmul(spec, x, w):
     >>> up(jnp.ones((2, 4)), jnp.ones((4, 3))).tolist()
     [[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]
     """
-    return einsum_unreduced(spec, x, w, product=current_scope().product, name="matmul")
+    product = current_scope().product
+    einsum, arguments, marked = _checked_einsum("matmul", spec, (x, w), product=product)
+    return marked(einsum(*arguments))
 
 
 def index_unreduced(spec, table, ids):

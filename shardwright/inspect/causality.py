@@ -139,7 +139,7 @@ def find_leaks(step: Step) -> list[Finding]:
     last = dataclasses.replace(first, changed={OWN: first.changed[OWN]})
     *ordinary, of_last = program.run([*pairs, last])
     if step.name != "logits" and not program.has_logits:
-        remedy = "compute the loss of checked_logits and of Targets, as summed_loss in train.py does"
+        remedy = "compute the loss by Forward.losses, as head_loss in train.py does"
         return [Finding(f"the {step.name} loss: it receives no logits\n  remedy: {remedy}")]
     if of_last.ignores_targets:
         within = dataclasses.replace(first, changed={OWN: {"targets": first.first["loss_mask"]}})

@@ -7,16 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from shardlib import shardops
-from shardlib.layers import LayerAux, run_layers
+from shardlib.axes import PIPELINE_AXIS
+from shardlib.layers import LayerAux, check_result, run_period
 from shardlib.mesh import stage_axes
 from shardlib.opaque import varying
 from shardlib.parsing import ShardError
 from shardwright.jax_extra import explicit_activation_checkpointing
 from shardwright.modeling import fp8
 from shardwright.modeling.attention import Attention
-from shardwright.modeling.model import LanguageModel, Tokens, period_of
+from shardwright.modeling.model import LanguageModel, Targets, Tokens, checked_logits, period_of
 from shardwright.modeling.weights import (
     at_rest,
     count_layers,
@@ -29,7 +31,7 @@ from shardwright.modeling.weights import (
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """Forward pass of a model: embed and layers. Per-device code.
+    """Forward pass of a model, up to its loss. Per-device code.
 
     Attributes:
         model: the model.
@@ -37,6 +39,8 @@ class Forward:
         einsum: softmax_attention of train.py.
         in_training: True in a training step, False in evaluation and sampling.
         target_count: as in Tokens, for the losses of layers.
+        loss: (logits, Targets) -> the loss of each target; None where none is computed.
+        count: what the sum of these losses is divided by: in training the number of targets in the whole batch.
     """
 
     model: LanguageModel
@@ -44,6 +48,8 @@ class Forward:
     einsum: Callable[..., jax.Array]
     in_training: bool = False
     target_count: Any = None
+    loss: Any = None
+    count: Any = 1.0
 
     def tokens(self, batch: Any, seeds: jax.Array | None = None) -> Tokens:
         """Tokens that the model reads to predict a TokenBatch. `seeds`: a random number for each sequence, or None."""
@@ -109,20 +115,41 @@ class Forward:
         before = count_layers(self.model.table) - self.model.config.layers if is_main else first
         period = period_of(self.model) if is_main else 1
         attention = attention or self.attention(tokens)
-        rows = slice(before, before + len(jax.tree.leaves(w)[0]))
+        count = len(jax.tree.leaves(w)[0])
+        rows = slice(before, before + count)
         caches = jax.tree.map(lambda cache: cache if rows == slice(0, len(cache)) else cache[rows], attention.cache)
         prepared = tokens.prepared(self.model)
+        if layer_ids is None and PIPELINE_AXIS in stage_axes():
+            raise ShardError(
+                "the layers of a pipeline stage are run without their layer_ids",
+                "pass on the `layer_ids` that the stage is given",
+            )
 
-        def layer(w, x, index, index_in_period, cache):
+        def layer(index_in_period, x, row):
+            w, index, cache = row
             attention_here = attention.in_layer(cache)
             tokens_here = prepared.in_layer(index + before if before else index, index_in_period)
+            given = x, w, tokens_here, attention_here
             with shardops.products(fp8.product if self.training.fp8 else None):
-                y = self.model.layer(x, w, tokens_here, attention_here)
-            return y, attention_here.updated_cache()
+                x, aux = check_result(self.model.layer(*given), self.model.layer, given)
+            return x, (attention_here.updated_cache(), aux)
 
-        checkpoint = functools.partial(explicit_activation_checkpointing, save=self.training.save)
-        options = {"checkpoint": checkpoint, "unroll": self.training.unroll, "period": period}
-        return run_layers(layer, w, x, layer_ids, caches, **options)
+        periods = count // period
+        unroll = self.training.unroll
+        at_once = periods if unroll is None else min(max(1, unroll // period), periods)
+        # XLA must not replace a recomputed value by the one from the forward pass. It cannot if both passes are loops,
+        # and prevent_cse would then only delay each layer's gathers until the gradient arrives.
+        prevent_cse = at_once == periods or periods % at_once != 0  # no loop, or layers left after it
+        save = {"save": self.training.save, "prevent_cse": prevent_cse}
+        layer_at = [explicit_activation_checkpointing(functools.partial(layer, i), **save) for i in range(period)]
+        stack = w, jnp.arange(count) if layer_ids is None else layer_ids, caches
+        if period == 1:
+            x, results = lax.scan(layer_at[0], x, stack, unroll=at_once)
+            return x, *results
+
+        in_periods = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack)
+        x, results = lax.scan(functools.partial(run_period, layer_at), x, in_periods, unroll=at_once)
+        return x, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
     def hidden(self, w: Any, tokens: Tokens, attention: Any = None) -> tuple[Any, Any]:
         """The output of the last layer, and the layers' caches."""
@@ -133,6 +160,14 @@ class Forward:
     def logits(self, w: Any, tokens: Tokens) -> Any:
         """Logits of the token after each position, act['B/b L/c V/t/p']."""
         return self.model.logits(w, self.hidden(w, tokens)[0])
+
+    def losses(self, w: Any, x: Any, targets: Targets) -> Any:
+        """The loss of each target, f32['B/b L/c'], from the output `x` of the last layer.
+
+        Of the loss itself, the backward pass gets what training.save says, and computes the rest again.
+        """
+        loss = explicit_activation_checkpointing(self.loss, save=self.training.save)
+        return loss(checked_logits(self.model, w, x), targets)
 
     @property
     def gathers_ahead(self) -> bool:

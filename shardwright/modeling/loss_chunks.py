@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,34 +15,36 @@ from shardlib.array_types import arrays_in
 from shardlib.op_checks import one_like, varying, zeros_like_traced
 from shardlib.planned import planned_devices
 from shardlib.shardtypes import scope
+from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import Targets
-from shardwright.modeling.weights import gather_ahead
+from shardwright.modeling.weights import gather_ahead, outside_of_layers
 
 
 @scope
 def sum_in_chunks(
     summed: Callable[..., Any],
-    chunk: int | None,
-    read: Sequence[str],
+    forward: Forward,
     w: Any,
     x: Any,
     targets: Targets,
 ) -> Any:
-    """summed(w, x, targets), for `chunk` positions of L at a time (None: all). Per-device code.
+    """summed(w, x, targets), for training.loss_chunk positions of L at a time (None: all). Per-device code.
 
     A gradient, if needed, is computed along with the sum, chunk by chunk, and kept instead of the logits. So the logits
     are computed once, as without chunks. The gradients of the weights are summed in f32, and rounded once.
 
     Args:
         summed: gives a sum over positions, `+b +c`. It closes over no arrays.
-        chunk: a multiple of c·t that divides L.
-        read: names of the weights that `summed` reads, which are gathered once for all chunks.
+        forward: the forward pass. Weights outside of its layers, which `summed` may read, are gathered once for all
+            chunks.
         w: weights of the model, as weights.at_rest returns them.
         x: [B, L/c/t, …], the positions of this device; or a dataclass of arrays whose types have a dim L.
         targets: arrays [B, L/c, …], of all devices of t. Their types have a dim L too.
     """
+    chunk = forward.training.loss_chunk
     if chunk is None:
         return summed(w, x, targets)
+    read = outside_of_layers(forward.model.table, but="embedding")
     w = gather_ahead(w, read)
     # Of the c·t blocks of positions (T), each device's own and as many in a chunk, chunk i has the i-th part (P) of
     # each, so that cutting x moves nothing between devices. A trace for one device, with which this one is compared,

@@ -15,7 +15,7 @@ from shardlib.describe import describe
 from shardlib.parsing import ShardError, did_you_mean, named
 from shardlib.places import place_of
 from shardlib.planned import target_device
-from shardlib.shardtypes import f32, i32, pytree_dataclass, u32
+from shardlib.shardtypes import f32, i32, u32
 from shardwright.data.checks import check_choice
 from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import Weight

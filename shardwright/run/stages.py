@@ -65,7 +65,7 @@ class Parts:
 
     Attributes:
         forward: the forward pass.
-        head: (weights, output of the last layer, TokenBatch) -> the loss.
+        head: (weights, output of the last layer, TokenBatch, forward) -> the loss.
     """
 
     forward: Forward
@@ -82,7 +82,7 @@ class Parts:
 
     def last(self, w: object, x: object, batch: TokenBatch, seeds: object) -> Any:
         """Computes the loss from the output of the last layer."""
-        return self.head(w, x, batch)
+        return self.head(w, x, batch, self.forward)
 
 
 def run(

@@ -193,7 +193,7 @@ class Step:
         return hashlib.sha256(self.lower().as_text().encode()).hexdigest()[:20]
 
 
-def schedule_step(c: Config, elapsed: Any = np.float32(0)) -> tuple:
+def schedule_step(c: Config, elapsed: Any = 0.0) -> tuple:
     """Returns a tuple of the position in optimizer.schedule, last argument of a training step with training.minutes.
 
     `elapsed` is the share of these minutes that has passed, of which optimizer.schedule_steps stands for the whole. ()

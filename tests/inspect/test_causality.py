@@ -385,9 +385,9 @@ def test_the_loss_in_chunks_is_followed_as_it_runs(monkeypatch):
     assert in_training(forward(Plain, loss_chunk=8)) == ""
     head = train.head_loss
 
-    def of_head(w, x, batch, *, forward, **rest):
+    def of_head(w, x, batch, forward):
         x = x + jnp.roll(x, -1, 1) if forward.training.loss_chunk else x
-        return head(w, x, batch, forward=forward, **rest)
+        return head(w, x, batch, forward)
 
     monkeypatch.setattr(train, "head_loss", of_head)
     assert in_training(forward(Plain)) == ""
@@ -443,7 +443,7 @@ def test_a_position_is_not_to_predict_what_it_has_read(monkeypatch):
     def shifted(batch):
         return dataclasses.replace(batch, targets=shift(batch.targets, 1))
 
-    monkeypatch.setattr(train, "head_loss", lambda w, x, batch, **rest: of(w, x, shifted(batch), **rest))
+    monkeypatch.setattr(train, "head_loss", lambda w, x, batch, forward: of(w, x, shifted(batch), forward))
     said = "loss: the target of a position is that of an earlier position\n  remedy: give"
     assert said in in_training(forward(Plain))
     assert said in found(forward(Plain))
@@ -507,12 +507,9 @@ def test_a_loss_that_fails_is_rejected_unless_the_settings_accept_it(monkeypatch
 
 
 def test_a_loss_that_is_computed_elsewhere_is_rejected(monkeypatch):
-    def summed_loss(w, x, targets, model, loss):
-        losses = train.cross_entropy(model.logits(w, x), targets.ids)
-        return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * targets.counted)
-
-    monkeypatch.setattr(train, "summed_loss", summed_loss)
-    assert "the training loss: it receives no logits\n  remedy: compute the loss of" in in_training(forward(Plain))
+    monkeypatch.setattr("shardwright.modeling.forward.checked_logits", lambda model, w, x: model.logits(w, x))
+    said = "the training loss: it receives no logits\n  remedy: compute the loss by Forward.losses"
+    assert said in in_training(forward(Plain))
 
 
 def test_the_loss_of_evaluation_is_followed(monkeypatch):

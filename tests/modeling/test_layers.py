@@ -1,31 +1,19 @@
 """The loop over a stack of layers against a loop in Python: values, gradients, caches, however it is run."""
 
 import functools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 
-from shardlib.layers import run_layers
 from shardlib.parsing import ShardError
+from shardwright.jax_extra import save_for_backward
+from shardwright.modeling.forward import Forward
 
 ROWS, WIDTH = 5, 6
-POLICIES = jax.checkpoint_policies
-KEPT = {
-    "marked": POLICIES.save_only_these_names("saved"),
-    "offload": POLICIES.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["saved"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
-    "nothing": POLICIES.nothing_saveable,
-    "dots": POLICIES.dots_with_no_batch_dims_saveable,
-    "everything": POLICIES.everything_saveable,
-}
-save_for_backward = functools.partial(checkpoint_name, name="saved")
 
 
 def layer(w, x, index, place, attend):
@@ -41,18 +29,45 @@ def attend(cache, q, k, v, drop):
     return jnp.sin(q) * drop(k) + v + seen, seen + k
 
 
-def with_cache(layer):
-    """The layer as run_layers takes it: with the cache of its call of `attend` instead of that function."""
+class Place(NamedTuple):
+    """The Tokens of a layer, which knows where it is."""
 
-    def run(w, x, index, place, cache):
-        def attend_and_keep(*given):
-            nonlocal cache
-            read, cache = attend(cache, *given)
-            return read
+    index: Any = None
+    in_period: Any = None
 
-        return layer(w, x, index, place, attend_and_keep), cache
+    def prepared(self, model):
+        return self
 
-    return run
+    def in_layer(self, index, in_period):
+        return Place(index, in_period)
+
+
+class Attention:
+    """With the cache of its call of `attend`."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def in_layer(self, cache):
+        return Attention(cache)
+
+    def __call__(self, *given):
+        read, self.cache = attend(self.cache, *given)
+        return read
+
+    def updated_cache(self):
+        return self.cache
+
+
+def run_layers(layer, w, x, numbers=None, caches=None, save=None, unroll=1):
+    """Forward.layers of a model with the `layer` (w, x, index, place, attend) -> x."""
+
+    def of_model(x, w, tokens, attention):
+        return layer(w, x, tokens.index, tokens.in_period, attention)
+
+    training = SimpleNamespace(save=save, unroll=unroll, fp8=False)
+    forward = Forward(SimpleNamespace(layer=of_model), training, attend)
+    return forward.layers(w, x, Place(), numbers, Attention(caches), first=0)
 
 
 @functools.cache
@@ -80,13 +95,9 @@ def by_hand(w, x, caches, numbers):
     return x, jnp.stack(found)
 
 
-def keeping(save):
-    return functools.partial(jax.checkpoint, policy=KEPT[save])
-
-
 def loop(w, x, caches, numbers=None, **options):
     rows = None if numbers is None else jnp.array(numbers, jnp.int32)
-    return run_layers(with_cache(layer), w, x, rows, caches, **options)[:2]
+    return run_layers(layer, w, x, rows, caches, **options)[:2]
 
 
 def with_gradients(run, w, x, caches):
@@ -116,7 +127,7 @@ def test_values_gradients_and_caches_are_those_of_a_loop_in_python(pairs):
     w, x, caches = inputs()
     expected = with_gradients(functools.partial(by_hand, numbers=range(ROWS)), w, x, caches)
     for save, unroll in pairs:
-        run = functools.partial(loop, checkpoint=keeping(save), unroll=unroll)
+        run = functools.partial(loop, save=save, unroll=unroll)
         assert_same(with_gradients(run, w, x, caches), expected, f"{save}, unroll={unroll}")
 
 
@@ -125,7 +136,7 @@ def test_without_caches_they_are_what_attend_gives():
     found = with_gradients(loop, w, x, None)
     assert_same(found, with_gradients(functools.partial(by_hand, numbers=range(ROWS)), w, x, None))
     assert found[0][1].shape == (ROWS, 4, WIDTH)
-    x, caches, _ = run_layers(lambda w, x, index, place, cache: (x, cache), w, x, None)
+    x, caches, _ = run_layers(lambda w, x, index, place, attend: x, w, x)
     assert caches is None
 
 
@@ -147,7 +158,7 @@ def test_a_layer_that_gives_something_else():
         (of_pair, lambda x: x | {"first": jnp.bfloat16(x["first"])}, r"f32\[4,6\].*, and gives bf16.*, at \['first'\]"),
     ]:
         with pytest.raises(ShardError, match=message + "(?s:.*)return the residual stream"):
-            run_layers(lambda w, x, index, place, cache, wrong=wrong: (wrong(x), cache), w, x, None)
+            run_layers(lambda w, x, index, place, attend, wrong=wrong: wrong(x), w, x)
 
 
 def test_the_residual_stream_may_be_any_pytree():
@@ -170,21 +181,23 @@ def test_the_residual_stream_may_be_any_pytree():
 
     def loop(w, x, caches):
         start = {"x": x, "first": jnp.zeros_like(x)}
-        return run_layers(with_cache(with_first), w, start, None, caches, checkpoint=keeping("marked"))[:2]
+        return run_layers(with_first, w, start, None, caches, save="marked")[:2]
 
     assert_same(with_gradients(loop, w, x, caches), with_gradients(in_python, w, x, caches))
 
 
 def test_a_layer_that_changes_what_x_varies_over_is_named_by_its_own_line():
-    """Not by the line that calls run_layers, where JAX finds the loop's carry changed."""
+    """Not by the line of the loop, where JAX finds its carry changed."""
 
-    def layer(w, x, index, place, cache):
-        return x + jnp.zeros_like(x) * jax.lax.axis_index("d"), cache
+    def layer(x, w, tokens, attention):
+        return x + jnp.zeros_like(x) * jax.lax.axis_index("d")
 
     mesh = jax.sharding.AbstractMesh((2,), ("d",))
 
     def run(w, x):
-        return run_layers(layer, w, x, None)[0]
+        training = SimpleNamespace(save=None, unroll=1, fp8=False)
+        forward = Forward(SimpleNamespace(layer=layer), training, attend)
+        return forward.layers(w, x, Place(), attention=Attention(None), first=0)[0]
 
     spec = jax.sharding.PartitionSpec()
     body = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec), out_specs=spec)

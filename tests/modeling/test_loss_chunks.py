@@ -2,6 +2,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from shardlib.shardtypes import pytree_dataclass
 from shardwright.data.loader import batch_shapes
 from shardwright.modeling.loss_chunks import sum_in_chunks
 from shardwright.modeling.model import Targets
-from shardwright.modeling.weights import act, at_rest, gain
+from shardwright.modeling.weights import Weight, act, at_rest, gain
 from shardwright.run.checks import check_config
 from shardwright.run.config import check_divides
 from shardwright.tools.verify import small
@@ -58,9 +59,12 @@ def test_gradients_of_weights_are_summed_in_f32():
             total = shardops.einsum_unreduced("B/r/d P/t M -> +r +d +t", jnp.float32(scaled))
             return shardops.psum("+r +d +t -> +r +d", total)
 
+        table = OneWeight(Weight((1,), "vector"))
+        forward = SimpleNamespace(training=SimpleNamespace(loss_chunk=1), model=SimpleNamespace(table=table))
+
         def loss(w):
             targets = Targets(jnp.zeros((1, 512), jnp.uint32), jnp.ones((1, 512), bool))
-            return shardops.psum("+r +d ->", sum_in_chunks(share, 1, ["gain"], at_rest(w, "compute"), x, targets))
+            return shardops.psum("+r +d ->", sum_in_chunks(share, forward, at_rest(w, "compute"), x, targets))
 
         return jax.grad(lambda w: 2 * loss(w))(w)
 

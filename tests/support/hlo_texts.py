@@ -12,7 +12,7 @@ FileNames
 FunctionNames
 1 "all_gather"
 2 "f"
-3 "run_layers"
+3 "Forward.layers"
 
 FileLocations
 1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}

@@ -84,8 +84,8 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, schedule, monkeypa
     def one(w, batch):
         return last(w, layers(w.layers, first(w, batch))[0], batch)
 
-    def microbatch_loss(w, batch, seeds, forward, head):
-        return head(w, None, batch), LayerAux()
+    def microbatch_loss(w, batch, seeds, forward):
+        return one(w, batch), {}
 
     def gatherable(self, w):
         """The weights are not sharded; the step makes them copies over r where it adds up gradients."""
@@ -93,7 +93,7 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, schedule, monkeypa
 
     monkeypatch.setattr(train.Forward, "gatherable", gatherable)
     monkeypatch.setattr(train, "microbatch_loss", microbatch_loss)
-    monkeypatch.setattr(train, "head_loss", lambda w, x, batch, **_: one(w, batch))
+    monkeypatch.setattr(train, "head_loss", lambda w, x, batch, forward: one(w, batch))
     c = tiny.config(microbatches=m, gather_weights="layer")
     forward = train.Forward(SimpleNamespace(config=None, Weights=Layers, table=Layers(None)), c.training, None)
 

@@ -14,7 +14,7 @@ from shardwright.inspect.compiled.operations import NO_WORK, works_of
 from shardwright.inspect.compiled.table import CompiledStep, Section, around
 from shardwright.inspect.operation import WITHOUT_LINE, Operation
 
-_LOOPS = {"run_layers": "layers", "loss_and_gradients": "groups of microbatches", "run_schedule": "ticks"}
+_LOOPS = {"layers": "layers", "loss_and_gradients": "groups of microbatches", "run_schedule": "ticks"}
 """What the loop of a function iterates over."""
 
 

@@ -13,12 +13,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardlib import layers
 from shardlib.equations import CALLS, Eqn, frames_of, kinds
 from shardlib.interpret import Domain, Operation, interpret, literal_of, operations_in, run_again
 from shardlib.op_checks import varying
 from shardlib.places import is_installed
 from shardwright import jax_extra
+from shardwright.modeling import forward
 
 Path = tuple[int, ...]
 """Location of an equation in a program: Operation.path."""
@@ -208,9 +208,9 @@ def loops_around(op: Operation) -> list[Operation]:
 
 
 def is_loop_over_layers(loop: Operation) -> bool:
-    """True if shardlib/layers.py made a loop."""
+    """True if modeling/forward.py made a loop."""
     own = [file for file, _ in frames_of(loop.eqn) if not is_installed(file)]
-    return own[-1:] == [layers.__file__]
+    return own[-1:] == [forward.__file__]
 
 
 def is_again(op: Operation) -> bool:
