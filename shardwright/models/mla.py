@@ -175,7 +175,7 @@ class Model(moe.Model):
         if scaling is None or not scaling.mscale_all_dim:
             return mask
         factor = rope.yarn_mscale(scaling.factor, scaling.mscale_all_dim)
-        return mask.replaced(scale=mask.scale_of(self.config.d_head) * factor**2)
+        return dataclasses.replace(mask, scale=mask.scale_of(self.config.d_head) * factor**2)
 
     @typed
     def attend(self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:

@@ -54,7 +54,7 @@ class OptimizerConfig:
     algorithm: str = "adamw"
     """adamw: all weights (arXiv 1711.05101). muon: matrices by Muon (arXiv 2502.16982), all other weights by AdamW. Or
     another name of train.OPTIMIZERS, or module:function of your own (docs/changing.md)."""
-    parametrization: str = one_of(PARAMETRIZATIONS, default="standard")
+    parametrization: str = one_of(("standard", "mup", "completep"), default="standard")
     """How initial values, learning rates, Adam's epsilon and weight decay depend on the model's size (docs/ladder.md).
     standard: they don't. mup: these settings were tuned for the width of `base` (arXiv 2203.03466). completep: for its
     width and number of layers (arXiv 2505.01618)."""
