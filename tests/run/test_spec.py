@@ -55,9 +55,7 @@ def test_a_run_by_another_spec_than_that_of_tools(tmp_path):
 
 @pytest.mark.parametrize("step", ["training", "evaluation"])
 def test_a_step_with_other_attention_than_kernels_are_compared_with(step):
-    old = {"training": "softmax_attention, in_training=True)", "evaluation": "config.training, softmax_attention)"}[
-        step
-    ]
+    old = f"softmax_attention, {'in_training=True' if step == 'training' else 'loss=validation_loss'})"
     source = SOURCE.replace("\nSPEC = StepSpec(", OTHER)
     assert source.count(old) == 1
     with module_of(source.replace(old, old.replace("softmax_attention", "my_attention"))) as changed_train:
