@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from shardwright.tools.report.__main__ import Settings, show_report
-from shardwright.tools.report.pairs import CONFIDENCE, Pairs, interval, pairs_of
+from shardwright.tools.report.pairs import CONFIDENCE, POWER, Pairs, interval, needed, pairs_of, power
 from shardwright.tools.report.reading import differing_names, read_run
 
 
@@ -89,6 +89,21 @@ def test_a_run_whose_loss_is_not_finite_is_left_out_and_named(tmp_path, loss, va
     assert isinstance(pairs, Pairs)
     assert pairs.differences.tolist() == [0.0] * 3
     assert pairs.left_out == [f"{bad.directory} is left out: its loss is not finite."]
+
+
+def found_by(rng, effect, deviation, pairs) -> float:
+    """Share of 1,000 simulated comparisons whose interval excludes 0."""
+    drawn = rng.normal(effect, deviation, (1000, pairs))
+    return np.mean([low > 0 or high < 0 for low, high in map(interval, drawn)])
+
+
+def test_the_pairs_that_are_needed_find_the_difference():
+    effect = 0.03
+    pairs, rng = needed(effect, 0.03), np.random.default_rng(1)
+    assert found_by(rng, effect, 0.03, pairs - 1) < POWER + 0.03
+    assert found_by(rng, effect, 0.03, pairs) == pytest.approx(power(effect, 0.03, pairs), abs=0.03)
+    assert power(effect, 0.03, pairs) >= POWER > power(effect, 0.03, pairs - 1)
+    assert needed(1e-4, 0.03) is None
 
 
 def test_runs_without_a_partner_or_an_end_are_named(tmp_path):

@@ -16,6 +16,10 @@ from shardwright.tools.report.reading import SEEDS, Run, differing_names
 CONFIDENCE = 0.99
 """Of the interval. Of 20 comparisons of a thing with itself, more than one raises a false alarm in 2 of 100 cases; at
 0.95 it would be 26 of 100."""
+POWER = 0.8
+"""Probability with which the number of pairs that is said to be needed finds the difference."""
+MOST_PAIRS = 1000
+"""No larger number of pairs is looked for."""
 TEXT = ("data.", "model.vocab", "training.seq_len", "training.eval_batches")
 """Beginnings of settings that say of what a loss is."""
 
@@ -27,6 +31,25 @@ def interval(differences: np.ndarray) -> tuple[float, float]:
     pairs = len(differences)
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, pairs - 1) * differences.std(ddof=1) / math.sqrt(pairs))
     return float(differences.mean()) - half, float(differences.mean()) + half
+
+
+def power(effect: float, deviation: float, pairs: int) -> float:
+    """Probability that the interval of this many pairs excludes 0 on the side of the mean difference.
+
+    Args:
+        effect: size of the true mean difference, above 0.
+        deviation: standard deviation of the differences, above 0.
+        pairs: at least 2.
+    """
+    from scipy import stats
+
+    limit = stats.t.ppf((1 + CONFIDENCE) / 2, pairs - 1)
+    return float(stats.nct.sf(limit, pairs - 1, effect * math.sqrt(pairs) / deviation))
+
+
+def needed(effect: float, deviation: float) -> int | None:
+    """The smallest number of pairs that finds a mean difference with probability POWER; None above MOST_PAIRS."""
+    return next((n for n in range(2, MOST_PAIRS + 1) if effect and power(effect, deviation, n) >= POWER), None)
 
 
 @dataclass
@@ -53,12 +76,17 @@ class Pairs:
         """The verdict for a terminal of 80 columns."""
         pairs = len(self.runs)
         mean = self.differences.mean()
+        deviation = self.differences.std(ddof=1)
         low, high = interval(self.differences)
         verdict = "lower" if high < 0 else "higher" if low > 0 else "no difference seen"
         found = [
             f"{self.metric} of {self.names[1]} minus {self.names[0]}, {pairs} pairs:",
             f"  {mean:+.4f} nats, {CONFIDENCE:.0%} interval {low:+.4f} to {high:+.4f}: {verdict}",
         ]
+        if low <= 0 <= high and deviation:
+            more = needed(abs(mean), deviation)
+            took = f"{more} pairs, {max(0, more - pairs)} more" if more else f"over {MOST_PAIRS} pairs"
+            found.append(f"  A difference as small as {abs(mean):.4f} takes {took}.")
         differ = {name for pair in self.runs for name in differing_names(pair)}
         found.append(f"  They differ in {listed(sorted(differ))}." if differ else "  They have the same settings.")
         text = sorted(name for name in differ if name.startswith(TEXT))
