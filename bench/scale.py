@@ -14,6 +14,7 @@ reads to restore one; and MiB of the manifest, which every host reads.
 
 import contextlib
 import dataclasses
+import itertools
 import resource
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bench.common import cpu_seconds
 from shardlib.schedules import in_a_ring
@@ -35,7 +36,8 @@ from shardlib.shardtypes import make_shardings
 from shardwright.data.loader import make_loader
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
-from shardwright.run import checkpoint_arrays as saved
+from shardwright.run import checkpoint as saved
+from shardwright.run.checkpoint import MANIFEST, Store
 from shardwright.run.config import Config
 from shardwright.run.flops import PeakFlops, Speed
 from shardwright.run.launch import composed
@@ -43,7 +45,6 @@ from shardwright.run.metrics import RunLog
 from shardwright.run.spec import load_spec
 from shardwright.run.stages import place_layers
 from shardwright.run.step import trace_step
-from shardwright.run.stores import MANIFEST, Store
 from shardwright.settings.command_line import SHIPPED
 
 HOSTS, OF_HOST, STEPS = (1, 8, 64, 1024), 8, 1000
@@ -78,21 +79,35 @@ def arrays_of(state: dict[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[saved.S
     found = {}
     for name, leaf in state.items():
         if saved.is_small(leaf):
-            leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=saved.replicated(leaf))
+            sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+            leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         found[name] = saved.SavedArray(name, leaf.shape, str(leaf.dtype), saved.chunk_shape(leaf, None)), leaf
     return found
 
 
-def most(arrays: dict[str, tuple[saved.SavedArray, Any]]) -> tuple[int, float]:
-    """Returns the files, and the MiB, of the process that reads or writes most of them."""
+def most_written(arrays: dict[str, tuple[saved.SavedArray, Any]]) -> tuple[int, float]:
+    """Returns the files, and the MiB, of the process that writes most of them."""
     chunks: Counter[int] = Counter()
     size: Counter[int] = Counter()
-    for first, (array, leaf) in enumerate(arrays.values()):
-        shares = saved.shares(array, saved.holders_of(leaf), None, first)
-        for process, _ in {(process, index) for process, _, index, *_ in shares}:
+    turn = itertools.count()
+    for array, leaf in arrays.values():
+        for process, *_ in saved.writers_of(array, leaf, None, turn):
             chunks[process] += 1
             size[process] += array.chunk_bytes
     return max(chunks.values()), max(size.values()) / 2**20
+
+
+def most_read(arrays: dict[str, tuple[saved.SavedArray, Any]]) -> float:
+    """Returns the MiB of the process that reads most."""
+    size: Counter[int] = Counter()
+    for array, leaf in arrays.values():
+        read = set()
+        for bounds, processes in saved.holders_of(leaf).items():
+            chunks = [index for index, *_ in saved.chunks_of(array, bounds, None)]
+            read |= {*itertools.product(processes, chunks)}
+        for process, _ in read:
+            size[process] += array.chunk_bytes
+    return max(size.values()) / 2**20
 
 
 def bytes_read() -> int:
@@ -121,7 +136,7 @@ def row(hosts: int) -> list[str]:
     before = bytes_read()
     found.append(cpu_seconds(lambda: [loader.sequences(step, np.arange(OF_HOST)) for step in range(10)]))
     batch = (bytes_read() - before) / 10 / 2**10
-    written = {array.key(i): 0 for array, _ in arrays.values() for i in np.ndindex(array.grid)}
+    written = {array.key(i): 8 * "0" for array, _ in arrays.values() for i in np.ndindex(array.grid)}
     metrics = vars(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), step.out_info[1]))
     with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(None):
         store = Store(f"{place}/checkpoints")
@@ -134,7 +149,7 @@ def row(hosts: int) -> list[str]:
         subprocess.run([sys.executable, "-m", "tools.report", f"run={place}"], check=True, capture_output=True)
     own, report = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     found += [report.ru_utime + report.ru_stime, max(own.ru_maxrss, report.ru_maxrss) // 1024, batch]
-    found += [*most(arrays), most({k: (array, state[k]) for k, (array, _) in arrays.items()})[1], manifest]
+    found += [*most_written(arrays), most_read({k: (array, state[k]) for k, (array, _) in arrays.items()}), manifest]
     return [f"{x:.2f}" if isinstance(x, float) else str(x) for x in found]
 
 

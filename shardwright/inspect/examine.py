@@ -18,8 +18,8 @@ from shardwright.modeling.kernel_checks import check_paths
 from shardwright.run.background import FAILURES, run_beside
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.printing import log
+from shardwright.run.processes import in_all_processes
 from shardwright.run.step import Step
-from shardwright.run.stores import in_all_processes
 
 __all__ = "RunStatistics", "check", "check_as_written", "check_kernels", "draw_step", "plan_run", "read_trace"
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from shardwright.cluster.watch import now_at
 from shardwright.run.printing import log
-from shardwright.run.stores import in_any_process
+from shardwright.run.processes import in_any_process
 
 _ROOT = Path(__file__).parents[2]
 FAILURES = (OSError, RuntimeError, ValueError)
@@ -35,16 +35,14 @@ def run_beside(
     own_modules: bool = False,
     timeout: float | None = None,
     nice: int = 19,
-    started: Callable[[subprocess.Popen[Any]], object] = lambda process: None,
 ) -> str:
     """Runs `python -m <module> <arguments>` and returns its stdout.
 
     On Linux, the program is killed when this process ends, even if this process is killed.
 
     `directory` is the program's working directory (None: that of this process); the program can import modules from
-    there only if `own_modules` is True. `nice` lowers its priority; 19 is the lowest. `started` is called with the
-    Popen object, for example to kill the program later. Raises RuntimeError if the program fails, with the last line of
-    its stderr, or if it takes longer than `timeout` seconds (None: TIMEOUT_S).
+    there only if `own_modules` is True. `nice` lowers its priority; 19 is the lowest. Raises RuntimeError if the
+    program fails, with the last line of its stderr, or if it takes longer than `timeout` seconds (None: TIMEOUT_S).
     """
     timeout = timeout or TIMEOUT_S
     around = ["setpriv", "--pdeathsig", "KILL"], ["nice", "-n", str(nice)]
@@ -63,7 +61,6 @@ def run_beside(
     with process:
         _running[threading.current_thread()] = process
         try:
-            started(process)
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"it took longer than {timeout:g} s") from None

@@ -20,7 +20,7 @@ import jax
 from shardlib.places import shown_path
 from shardwright.run.best_effort import why
 from shardwright.run.files import LOCK
-from shardwright.run.stores import in_all_processes
+from shardwright.run.processes import in_all_processes
 from shardwright.settings.output import say
 
 TRACE = "trace.tmp"

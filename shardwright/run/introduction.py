@@ -21,9 +21,9 @@ from shardwright.run.differences import flat
 from shardwright.run.files import write_whole
 from shardwright.run.flops import Speed, parameters_of
 from shardwright.run.printing import log
-from shardwright.run.resuming import with_defaults
+from shardwright.run.processes import in_all_processes
+from shardwright.run.saved_config import with_defaults
 from shardwright.run.stages import describe_stages
-from shardwright.run.stores import in_all_processes
 from shardwright.settings.output import listed
 
 

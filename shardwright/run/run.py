@@ -15,6 +15,7 @@ import jax
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
 from shardwright.data.loader import Loader, TokenBatch, batch_of, make_loader, prefetch
+from shardwright.data.untrusted import Damaged
 from shardwright.inspect import examine
 from shardwright.modeling.model import COMPUTE_DTYPES, LanguageModel, inputs_of
 from shardwright.optimizers.rates import check_schedule
@@ -29,21 +30,22 @@ from shardwright.run.changes import (
     tokens_before,
     total_steps,
 )
+from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.clock import Stopwatch
 from shardwright.run.compiling import compile_step, seconds_shown
 from shardwright.run.config import Config
 from shardwright.run.flops import peak_flops, speed_of
 from shardwright.run.introduction import facts_of, introduce, save_config
-from shardwright.run.keeping import Keeper
 from shardwright.run.listeners import Ending, Listener, Listeners
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.printing import log
+from shardwright.run.processes import check_processes, in_all_processes
 from shardwright.run.provenance import keep_source, provenance_of
-from shardwright.run.resuming import deciding_settings
+from shardwright.run.resume import carried_in, checkpoints_of, clear_later, find_start, fresh_state, read_state
+from shardwright.run.saved_config import deciding_settings
 from shardwright.run.spec import StepSpec, load_spec
 from shardwright.run.stages import placement_of
 from shardwright.run.step import Step, schedule_step, trace_step
-from shardwright.run.stores import check_processes, in_all_processes
 from shardwright.run.trackers import tracked
 from shardwright.settings.output import override
 
@@ -82,7 +84,11 @@ class Run:
         program, hlo, compiled_s: the compiled step, the file of its HLO text, and the seconds that compiling took;
             set by `compile`.
         skips: SkippedSteps.state, from the checkpoint.
-        keeper: the Keeper of its checkpoints.
+        checkpoints: the Checkpointer of the run.
+        found: where the run starts; set by `begin`.
+        carried: entries that each new checkpoint copies from the metadata of the one that the run starts from.
+        record: entry for provenance.json: what was done with the weights of init_from.
+        damaged: step of each unusable checkpoint → what is wrong with it.
 
     Raises:
         ValueError: `spec` is not the one that `load_spec` finds, the data is too short, or a
@@ -108,6 +114,7 @@ class Run:
         self.directory = directory
         self.stopped_by = None
         self.hlo: Path | None = None
+        self.damaged: dict[int, str] = {}
         self._cleanup = contextlib.ExitStack()
         self._stop = StopRequest()
         self.listeners = Listeners([listener() for listener in listeners])
@@ -116,8 +123,10 @@ class Run:
         with self._cleanup:
             check_processes(deciding_settings(self.whole))
             self.placement = placement_of(self.config, self.model)
-            self.keeper = Keeper(self.whole, self.directory, self.model, self.placement)
-            self._cleanup.enter_context(self.keeper.checkpoints)
+            self.record: dict[str, Any] = {}
+            place = checkpoints_of(self.directory, self.whole.paths)
+            self.checkpoints = Checkpointer(place, keep=self.whole.training.keep_checkpoints)
+            self._cleanup.enter_context(self.checkpoints)
             self._peak = peak_flops(
                 [*jax.sharding.get_mesh().devices.flat], COMPUTE_DTYPES[self.config.training.compute_dtype]
             )
@@ -220,11 +229,11 @@ class Run:
     def begin(self) -> Any:
         """Restores or initializes the state, and returns it. Describes the run and opens its log."""
         state = None
-        keeper = self.keeper
         while state is None:
-            start, loader_state, self.skips = keeper.last(self._provenance_at)
-            self._resume(start, loader_state)
-            self.clock = Stopwatch(self.whole.training.minutes, keeper.seconds)
+            found = find_start(self.checkpoints, self.whole, self.directory, self.damaged, self._provenance_at)
+            self.skips = found.metadata.get("skips", {})
+            self._resume(found.step, found.metadata.get("loader", {}))
+            self.clock = Stopwatch(self.whole.training.minutes, found.metadata.get("clock", {}).get("seconds", 0.0))
             if self.clock.is_over:
                 self.end_here()
             check_processes({"source (train.py and what it imports)": self.provenance["programs"]})
@@ -233,17 +242,35 @@ class Run:
                 steps = (self.config.optimizer.schedule_steps or 1) if in_minutes else self.total
                 check_schedule(self.config.optimizer, steps)
             planned = self._planned()  # before allocating the state, which may not fit
-            state = keeper.state(start, self.step, self.spec.State)
-        for step, why in keeper.damaged.items():
+            state = self._state_after(found.step)
+        self.found = found
+        self.carried = carried_in(found.metadata)
+        for step, why in self.damaged.items():
             log(f"WARNING    the checkpoint of step {step} is not used: {why}")
-        in_all_processes(lambda: keeper.clean(self.start, self.is_over) if jax.process_index() == 0 else None)
-        self.options = introduce(self, self.directory, planned, keeper.source_differs)
-        about = {**self.provenance, **self._open_log(), **keeper.record}
+        in_all_processes(lambda: self._clean() if jax.process_index() == 0 else None)
+        self.options = introduce(self, self.directory, planned, found.source_differs)
+        about = {**self.provenance, **self._open_log(), **self.record}
         self._keep_source = functools.partial(keep_source, self.directory, self.start, self.model, about)
         if not self.is_over:
             save_config(self.directory, self.whole)
         self.listeners.begin(self)
         return state
+
+    def _state_after(self, steps: int) -> Any:
+        """Restores the state after `steps` steps, or initializes it for 0. Returns None for a damaged checkpoint."""
+        if not steps:
+            return fresh_state(self.step, self.record)
+        try:
+            state = self.spec.State
+            return read_state(self.checkpoints, steps, state, self.step.state, self.model, self.placement)
+        except Damaged as error:
+            self.damaged[steps] = str(error)
+            return None
+
+    def _clean(self) -> None:
+        if self.whole.paths.checkpoints and not self.is_over:
+            self.checkpoints.take_ownership()
+        clear_later(self.checkpoints, self.start, self.damaged, goes_on=not self.is_over)
 
     def _open_log(self) -> dict[str, Any]:
         """Opens the log and begins the listeners. Returns the facts that provenance.json keeps for the page."""
@@ -267,7 +294,7 @@ class Run:
         self._cleanup.push(self._end_by_error)  # before trackers are closed, which take the last lines too
         if not self.is_over:
             self.log.add_event(self.start - 1, "start", {})
-        for step, why in self.keeper.damaged.items():
+        for step, why in self.damaged.items():
             self.log.add_event(self.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
         if not self.is_over and (changed := self.changes().get(self.start)):
             self.log.add_event(self.start, "changed", {"settings": changed})
@@ -287,11 +314,6 @@ class Run:
                 self.log.close()  # the lines of the last steps precede the end
             finally:
                 self.listeners.end(Ending("failed", in_a_line(error)))
-
-    @property
-    def checkpoints(self) -> str:
-        """Path or URL of the checkpoints."""
-        return self.keeper.checkpoints.store.url
 
     def _planned(self) -> str | None:
         """Plans the next steps, on process 0. Returns the line to print, or None."""

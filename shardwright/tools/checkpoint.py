@@ -14,10 +14,8 @@ import sys
 from omegaconf import MISSING
 
 from shardwright.data.checks import a_path
-from shardwright.data.untrusted import shown
-from shardwright.run.checkpoint import Checkpointer, directory_of, find_checkpoint
-from shardwright.run.checkpoint_arrays import saved_arrays
-from shardwright.run.stores import Damaged
+from shardwright.data.untrusted import Damaged, shown
+from shardwright.run.checkpoint import Checkpointer, directory_of, find_checkpoint, saved_arrays
 from shardwright.settings.program import run_program
 
 

@@ -29,10 +29,10 @@ from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import check_steps
 from shardwright.modeling.model import inputs_of, load_model
-from shardwright.run import opening
 from shardwright.run.evaluation import evaluate as evaluate_batches
 from shardwright.run.files import write_whole
-from shardwright.run.opening import CheckpointChoice, MeshChoice, StepChoice
+from shardwright.run.mesh_choice import MeshChoice, StepChoice, mesh_for
+from shardwright.run.resume import CheckpointChoice, open_run, trusted_options
 from shardwright.run.spec import load_spec
 from shardwright.run.step import trace_step
 from shardwright.sampling.harness import language_model, run_harness
@@ -83,12 +83,12 @@ class OpenRun:
     """
 
     def __init__(self, config: Settings, write_line: Callable[[str], None] = print):
-        with opening.open_run(config.run, config.step, config.trust) as saved:
+        with open_run(config.run, config.step, config.trust) as saved:
             self.config = config
             self.c = saved.config
             self.step = saved.step
             self.of_tokenizer = config.tokenizer, saved.tokenizer_file
-            self.mesh = opening.mesh_for(_choice(config), self.c)
+            self.mesh = mesh_for(_choice(config), self.c)
             self.model = load_model(self.c.model)
             with jax.set_mesh(self.mesh):
                 self.weights = saved.read_weights(self.model, config.other_source, write_line, config.average)
@@ -123,7 +123,7 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
     sizes = t.batch_size, t.seq_len, c.model.vocab
     with jax.set_mesh(run.mesh):
         loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches)
-        options = known_options(opening.trusted_options(c, run.config.trust, write_line), write_line)
+        options = known_options(trusted_options(c, run.config.trust, write_line), write_line)
         evaluation_step = load_spec().make_evaluation_step(c, run.model, options)
         if run.mesh.size > 1:  # it may be a mesh that no run was checked on
             check_steps(trace_step(c, run.model), ("evaluation",))

@@ -27,7 +27,8 @@ from shardwright.data.untrusted import LARGE, parse_object, read_text, shown
 from shardwright.huggingface.sidecars import ends_of
 from shardwright.modeling.model import load_model
 from shardwright.run.files import write_whole
-from shardwright.run.opening import CheckpointChoice, MeshChoice, SavedRun, Write, mesh_for, open_run
+from shardwright.run.mesh_choice import MeshChoice, mesh_for
+from shardwright.run.resume import CheckpointChoice, SavedRun, Write, open_run
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.output import quoted

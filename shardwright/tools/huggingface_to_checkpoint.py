@@ -36,7 +36,7 @@ from shardwright.huggingface import Tensors, as_transformers_reads, sidecars
 from shardwright.huggingface.check import check_rules, compare_logits, mapping_of, module_for
 from shardwright.modeling.model import is_shipped
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.opening import CARRIED
+from shardwright.run.resume import CARRIED
 from shardwright.settings.output import override, say
 from shardwright.settings.program import run_program
 

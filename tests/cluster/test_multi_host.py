@@ -400,11 +400,11 @@ def test_a_signal_to_any_process_saves_and_stops_all(unbroken, tmp_path):
 
 
 EXPORTS = """
-from shardwright.run import background, exports
+from shardwright.run import background, export
 def endless(*_, **options):
     (root / "exporting").touch()
     background.run_beside("http.server", "0", "--bind", "127.0.0.1", **options)
-exports.run_beside = endless
+export.run_beside = endless
 """
 
 

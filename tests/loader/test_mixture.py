@@ -23,7 +23,7 @@ from shardwright.data.loader import (
 from shardwright.data.loader.config import batch_of, check_skips
 from shardwright.data.loader.order import BLOCK, PERIOD, Quotas
 from shardwright.run.differences import config_differences
-from shardwright.run.resuming import fixed_settings
+from shardwright.run.saved_config import fixed_settings
 from tests.support.numpy_checks import check_modules
 
 check_modules(config, opening, order)

@@ -28,8 +28,8 @@ from shardwright.models import family, gpt2
 from shardwright.run import config as run_config
 from shardwright.run.checks import register_schema, to_config
 from shardwright.run.differences import config_differences
-from shardwright.run.opening import fresh_state, read_weights
-from shardwright.run.resuming import fixed_settings, with_defaults
+from shardwright.run.resume import fresh_state, read_weights
+from shardwright.run.saved_config import fixed_settings, with_defaults
 from shardwright.run.step import trace_step
 from shardwright.tools import huggingface_to_checkpoint as tool
 from tests.support import huggingface_models as models
@@ -462,7 +462,7 @@ def test_a_run_with_other_weights_takes_those_that_it_has(tmp_path, capsys):
     assert not any(np.asarray(x).any() for x in jax.tree.leaves((state.adam_mu, state.adam_nu)))
     said = capsys.readouterr().out
     assert "after 5 steps; the optimizer's state is fresh" in said
-    assert "  11 taken: embed, layers.attention_norm, layers.w_q, layers.w_k, …\n" in said
+    assert "  11 taken\n" in said
     assert "  2 made fresh: layers.q_norm, layers.k_norm\n" in said
     assert "  1 made longer, with fresh rows: embed\n" in said
     assert "  1 left: unembed\n" in said

@@ -18,9 +18,9 @@ from shardwright.data.loader import DataConfig
 from shardwright.data.text.definitions import open_directory, train_bpe
 from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer, tokenizer_of_run
 from shardwright.huggingface import sidecars
-from shardwright.run import opening
+from shardwright.run import resume
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.opening import CARRIED, open_run
+from shardwright.run.resume import CARRIED, open_run
 from shardwright.tools import checkpoint_to_huggingface as tool
 from shardwright.tools import generate
 from tests.support import exact_step, tiny
@@ -284,7 +284,7 @@ def test_a_checkpoint_of_a_stranger_is_checked_too(tmp_path, one_device):
 
 def test_runs_carry_it_from_checkpoint_to_checkpoint(tmp_path, exact, monkeypatch):
     """From an import to a run, when that is resumed, and to a run that starts from it."""
-    monkeypatch.setattr(opening, "read_weights", lambda path, like, *_: (like, {}))
+    monkeypatch.setattr(resume, "read_weights", lambda path, like, *_: (like, {}))
     kept = sidecars.NOTHING | {"chat_templates": {"default": TEMPLATE}}
     with Checkpointer(tmp_path / "imported/checkpoints") as checkpoints:
         checkpoints.save(0, {"x": jnp.ones(2)}, {"config": {}, CARRIED: kept, "loader": {}})

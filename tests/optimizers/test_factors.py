@@ -27,7 +27,7 @@ from shardwright.modeling.weights import Weight
 from shardwright.models import moe
 from shardwright.optimizers.config import GroupConfig
 from shardwright.optimizers.rates import Update, updates_of
-from shardwright.run.checkpoint_arrays import named_leaves
+from shardwright.run.checkpoint import named_leaves
 from shardwright.run.config import PipelineConfig
 from shardwright.run.stages import placement_of, stack_orders
 from shardwright.run.step import trace_step

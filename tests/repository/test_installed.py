@@ -20,7 +20,7 @@ UNCHECKED, CHECKED, REFERENCE, FIXTURE, RIGHT, WRONG = re.findall(
 MESSAGES = re.findall(r"^```\nmine.py:…: (.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 NEEDED = {"jax", "numpy", "einops", "scipy"}
 """The packages that shardlib depends on."""
-MODULES = {"google-crc32c": "google_crc32c", "hydra-core": "hydra"}
+MODULES = {"hydra-core": "hydra"}
 """Names of modules, for packages of another name."""
 
 

@@ -14,7 +14,7 @@ import pytest
 from shardwright.run.best_effort import best_effort
 from shardwright.run.config import PathsConfig
 from shardwright.run.directory import check_place, locked, place, run_directory
-from shardwright.run.opening import checkpoints_of
+from shardwright.run.resume import checkpoints_of
 
 quick = pytest.mark.quick
 
@@ -193,5 +193,5 @@ def test_a_renamed_run_does_not_begin_again_where_its_checkpoints_are_not(tmp_pa
     (tmp_path / "config.yaml").write_text("paths: {checkpoints: s3://x/runs, model_name: old}")
     paths = functools.partial(PathsConfig, checkpoints="s3://x/runs")
     assert checkpoints_of(tmp_path, paths(model_name="./old")) == "s3://x/runs/old/checkpoints"
-    with pytest.raises(ValueError, match=r"are in s3://x/runs/old\. Give paths\.model_name=old, or start another"):
+    with pytest.raises(ValueError, match=r"are in \S*/old/checkpoints, not in \S*/new/checkpoints\. Give .*=old, or"):
         checkpoints_of(tmp_path, paths(model_name="new"))

@@ -17,7 +17,7 @@ import pytest
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.run import background, exports
+from shardwright.run import background, export
 from tests.support import tiny
 from tests.support.exact_step import exact, train_on
 
@@ -28,8 +28,8 @@ def exported(monkeypatch, directory, run_beside, steps):
     """The events of a run that exports the checkpoints of these steps, one after another."""
     events = []
     log: Any = SimpleNamespace(add_event=lambda step, event, values: events.append((step + 1, event, values)))
-    monkeypatch.setattr(exports, "run_beside", run_beside)
-    made = exports.Exports(directory, log)
+    monkeypatch.setattr(export, "run_beside", run_beside)
+    made = export.Exports(directory, log)
     for step in steps:
         made.add(step, f"here/{step}", None)
     assert made.wait(lambda: None)
@@ -54,9 +54,9 @@ def test_a_failed_export_is_a_warning_and_an_event(tmp_path, monkeypatch, capsys
 @pytest.mark.quick
 def test_exports_wait_for_their_checkpoint_and_for_each_other(tmp_path, monkeypatch):
     order, saving = [], concurrent.futures.Future()
-    monkeypatch.setattr(exports, "run_beside", lambda module, run, *_, **options: order.append(run))
+    monkeypatch.setattr(export, "run_beside", lambda module, run, *_, **options: order.append(run))
     log: Any = SimpleNamespace(add_event=lambda *_: None)
-    made = exports.Exports(tmp_path, log)
+    made = export.Exports(tmp_path, log)
     made.add(1, "one", saving)
     made.add(2, "two", None)
     time.sleep(0.2)
@@ -71,23 +71,21 @@ def test_no_export_is_made_once_they_are_stopped(tmp_path, monkeypatch):
     """After an error in the step a process would else stay for hours, until all exports are made."""
     made, began = [], threading.Event()
 
-    def slow(module, run, *_, started, **options):
-        process = SimpleNamespace(terminate=lambda: made.append("ended"))
-        started(process)
+    def slow(module, run, *_, **options):
         began.set()
-        while not made:
-            time.sleep(0.01)
-        raise RuntimeError("terminated")
+        background.run_beside("http.server", "0", "--bind", "127.0.0.1")
 
-    monkeypatch.setattr(exports, "run_beside", slow)
+    monkeypatch.setattr(export, "run_beside", slow)
     log: Any = SimpleNamespace(add_event=lambda *event: made.append(event))
-    both = exports.Exports(tmp_path, log)
+    both = export.Exports(tmp_path, log)
     both.add(1, "one", None)
     both.add(2, "two", None)
     assert began.wait(10)
+    while not background._running:
+        time.sleep(0.01)
     both.stop()
     concurrent.futures.wait(both._exports.values(), timeout=10)
-    assert (made, both.left()) == (["ended"], [])
+    assert (made, both.left()) == ([], [])
 
 
 @pytest.mark.long
@@ -136,28 +134,24 @@ def test_only_the_checkpoint_that_an_export_reads_is_kept_longer(tmp_path, monke
         seen.append(checkpoints(tmp_path))
         makes(module, run, output)
 
-    monkeypatch.setattr(exports, "run_beside", slow)
+    monkeypatch.setattr(export, "run_beside", slow)
     trained(settings(8, export_interval=4, keep_checkpoints=1), tmp_path)
     assert seen[0] == [4, 8]
     assert checkpoints(tmp_path) == [8]
 
 
 def test_a_signal_stops_an_export_and_a_resume_makes_it(tmp_path, monkeypatch, capsys, exact):
-    def slow(module, run, output, *_, started, **options):
-        def started_and_stopped(process):
-            started(process)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        options["started"] = started_and_stopped
+    def slow(module, run, output, *_, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
         background.run_beside("http.server", "0", "--bind", "127.0.0.1", **options)
 
-    monkeypatch.setattr(exports, "run_beside", slow)
+    monkeypatch.setattr(export, "run_beside", slow)
     c = settings(2, export_interval=2, keep_checkpoints=1)
     begun = time.monotonic()
     assert trained(c, tmp_path) == "SIGTERM"
     assert time.monotonic() - begun < 60
     assert "SIGTERM: no exports of the steps [2] yet. Resuming makes them." in capsys.readouterr().out
-    monkeypatch.setattr(exports, "run_beside", makes)
+    monkeypatch.setattr(export, "run_beside", makes)
     assert trained(c, tmp_path) is None
     assert [path.name for path in tmp_path.glob("exports/*")] == [f"{2:010}"]
 
@@ -166,7 +160,7 @@ def test_exports_of_steps_that_are_redone_are_set_aside(tmp_path, capsys):
     log: Any = SimpleNamespace()
     for step in (5, 10, 15):
         (tmp_path / f"exports/{step:010}").mkdir(parents=True)
-    exports.Exports(tmp_path, log).set_aside(10)
+    export.Exports(tmp_path, log).set_aside(10)
     assert sorted(path.name for path in (tmp_path / "exports").glob("0*")) == ["0000000005", "0000000010"]
     assert [path.name for path in (tmp_path / "exports/set_aside").glob("*/*")] == ["0000000015"]
     assert "the exports of the steps [15] are moved to" in capsys.readouterr().out

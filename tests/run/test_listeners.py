@@ -1,6 +1,5 @@
 """The listeners of a run: in which order they are told what, and what each of them prints and logs."""
 
-import concurrent.futures
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +8,10 @@ import pytest
 
 import train
 from shardwright.run import background
-from shardwright.run.keeping import Keeper, Validated
 from shardwright.run.listeners import Ending, Listener, Listeners, Report, Skips, Summary, Validation
 from shardwright.run.listeners import checkpoints as saving_module
 from shardwright.run.listeners import validation as validation_module
+from shardwright.run.resume import Validated, best_of
 from tests.support import tiny
 
 pytestmark = pytest.mark.quick
@@ -85,10 +84,10 @@ def run(tmp_path) -> Any:
     loader = SimpleNamespace(documents=lambda batch: {"a": [(batch, batch + 1)]})
     found = SimpleNamespace(config=c, whole=c, directory=tmp_path, loader=loader, log=log, events=events, skips={})
     found.__dict__.update(
-        start=0, done=3, total=3, end_step=3, is_over=True, compiled_s=2.0, checkpoints="here/checkpoints"
+        start=0, done=3, total=3, end_step=3, is_over=True, compiled_s=2.0, found=SimpleNamespace(best=None)
     )
     found.batch_of = lambda step: step + 5
-    found.keeper = SimpleNamespace(best=None)
+    found.checkpoints = SimpleNamespace(store=SimpleNamespace(url="here/checkpoints"))
     return found
 
 
@@ -204,6 +203,7 @@ class Checkpointer:
     """Keeps what it is told; the first `fails` saves fail."""
 
     saving = None
+    store = SimpleNamespace(url="here/checkpoints")
 
     def __init__(self, fails: int = 0):
         self.saved, self.tries, self.fails, self.rotated = [], 0, fails, 0
@@ -217,10 +217,10 @@ class Checkpointer:
             self.fails -= 1
             raise OSError("the disk is full.")
 
-    def save(self, done, state, metadata, orders, check, again=False):
+    def save(self, done, state, metadata, orders, check):
         self.tries += 1
         check()
-        self.saved.append((done, metadata["skips"], self.rotates))
+        self.saved.append((done, metadata["skips"], self.held()))
         self.metadata = metadata
 
     def rotate(self):
@@ -238,8 +238,8 @@ def saving(run, monkeypatch):
             setattr(run.config.training, name, value)
         run.log.note = lambda *_: None
         run.log.sync = lambda: None
-        given = {"record": {}, "carried": {}, "best": None}
-        run.keeper = SimpleNamespace(checkpoints=Checkpointer(fails), **given)
+        run.record, run.carried = {}, {}
+        run.checkpoints = Checkpointer(fails)
         run.clock = SimpleNamespace(seconds=7.0)
         run.provenance, run.placement, run.stopped_by = {}, None, None
         run.loader.state = lambda batch: {"batch": batch}
@@ -251,7 +251,7 @@ def saving(run, monkeypatch):
         run.listeners = Listeners([skips, validation])
         checkpoints = saving_module.Checkpoints()
         checkpoints.begin(run)
-        return checkpoints, run.keeper.checkpoints
+        return checkpoints, run.checkpoints
 
     return start
 
@@ -276,6 +276,7 @@ def test_checkpoints_are_saved_when_due_at_the_end_and_when_stopped(run, saving)
 
 def test_older_checkpoints_stay_after_a_skipped_step(run, saving):
     checkpoints, written = saving(checkpoint_interval=1)
+    written.complete = [7, 8]
     after(run, checkpoints, 1)
     for listener in run.listeners:
         listener.see(0, {"loss": "NaN", "skipped": True})
@@ -283,7 +284,7 @@ def test_older_checkpoints_stay_after_a_skipped_step(run, saving):
     for listener in run.listeners:
         listener.see(1, {"loss": 3.0})
     after(run, checkpoints, 3)
-    assert [rotates for *_, rotates in written.saved] == [True, False, True]
+    assert [held for *_, held in written.saved] == [[], [7, 8], []]
     assert written.saved[1][1] != written.saved[0][1], "the checkpoint knows of the skipped step"
 
 
@@ -347,16 +348,15 @@ def test_the_checkpoint_with_the_best_validation_is_saved_and_held(run, saving, 
     ("best", "program", "dropped"),
     [(3, "same", ""), (2, "same", "0000000002, validation loss 2: it is gone"), (3, "other", "0000000003, ")],
 )
-def test_a_best_that_is_gone_or_of_another_program_is_dropped(tmp_path, capsys, best, program, dropped):
-    keeper = Keeper(tiny.config(tiny.model(layers=2), keep_best=True), tmp_path, None, None)
-    keeper.checkpoints = SimpleNamespace(steps=lambda: [3, 5])
+def test_a_best_that_is_gone_or_of_another_program_is_dropped(capsys, best, program, dropped):
+    checkpoints: Any = SimpleNamespace(steps=lambda: [3, 5])
     about = {"source": {}, "traced_by": "jax", "programs": {"evaluation": "same"}}
     metadata = {"provenance": about, "best": {"step": best, "loss": 2.0, "text": 7}}
-    found = keeper._best_of(metadata, about | {"programs": {"evaluation": program}})
+    found = best_of(checkpoints, metadata, about | {"programs": {"evaluation": program}})
     assert found == (None if dropped else Validated(3, 2.0, 7))
     told = capsys.readouterr().out
     assert told.startswith(f"best       no longer {dropped}") if dropped else not told
-    assert keeper._best_of({}, about) is None
+    assert best_of(checkpoints, {}, about) is None
 
 
 def test_no_checkpoint_is_held_without_keep_best(run, saving, capsys):
@@ -369,19 +369,14 @@ def test_no_checkpoint_is_held_without_keep_best(run, saving, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("in_a_row", [0, 1])
-def test_the_process_that_exports_rotates_without_the_others(run, saving, monkeypatch, in_a_row):
+def test_the_process_that_exports_rotates_without_the_others(run, saving, monkeypatch):
     """Only process 0 exports, so what follows must not wait for all of them."""
     checkpoints, written = saving(checkpoint_interval=1)
-    checkpoints._exports._exports[2] = concurrent.futures.Future()
-    checkpoints._exports._exports[2].set_result(None)
-    for step in range(in_a_row):
-        for listener in run.listeners:
-            listener.see(step, {"loss": "NaN", "skipped": True})
+    checkpoints._exports._exports[2] = background.in_background(lambda: None)
     monkeypatch.setattr(saving_module, "in_all_processes", lambda act: pytest.fail("it waits for all processes"))
     assert checkpoints.wait()
     checkpoints.close()
-    assert written.rotated == (not in_a_row)
+    assert written.rotated == 1
 
 
 @pytest.mark.parametrize("stopped_by", [None, "SIGTERM"])

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import TokenBatch
 from shardwright.data.loader.order import permute
-from shardwright.run import exports, run
+from shardwright.run import export, run
 from shardwright.run.listeners import checkpoints
 from tests.support import exact_step, tiny
 from tests.support.crashes import Crashed, Disk
@@ -91,7 +91,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(checkpoints, "AGAIN_S", 0.0)
-        self.patch.setattr(exports, "run_beside", make_export)
+        self.patch.setattr(export, "run_beside", make_export)
         self.patch.setattr(run, "save_config", lambda *_: None)  # it takes longer than all else
         exact_step.use(self.patch)
         self.scratch = Path(tempfile.mkdtemp(dir=FAST))

@@ -9,7 +9,7 @@ import pytest
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.run.opening import fresh_state
+from shardwright.run.resume import fresh_state
 from shardwright.run.step import trace_step
 from tests.support import tiny
 

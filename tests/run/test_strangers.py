@@ -23,8 +23,9 @@ from shardwright.modeling.weights import shapes_of
 from shardwright.run.changes import steps_of, tokens_before
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.files import read_config
-from shardwright.run.opening import StagesChoice, open_run, read_weights
-from shardwright.run.resuming import check_resumes, config_of, saved_config
+from shardwright.run.mesh_choice import StagesChoice
+from shardwright.run.resume import open_run, read_weights
+from shardwright.run.saved_config import check_resumes, config_of, saved_config
 from shardwright.run.step import trace_step
 from shardwright.settings.settings import made
 from shardwright.tools import checkpoint_to_huggingface, evaluate

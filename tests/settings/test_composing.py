@@ -17,7 +17,7 @@ from shardwright.run.changes import config_at
 from shardwright.run.checks import register_schema
 from shardwright.run.config import Config
 from shardwright.run.launch import CONFIGS
-from shardwright.run.opening import CheckpointChoice
+from shardwright.run.resume import CheckpointChoice
 from shardwright.settings.command_line import Program, parse
 from shardwright.settings.output import as_installed, override
 from shardwright.settings.program import FULL_ERROR, start

@@ -5,10 +5,13 @@ import stat
 import threading
 from pathlib import Path
 
-from shardwright.run.stores import MANIFEST, Store
+from shardwright.run.checkpoint import MANIFEST, Store
 
 OPERATIONS = ("open", "write", "fsync", "ftruncate", "mkdir", "rename", "replace", "unlink", "rmdir")
-"""Functions of `os` that files are written by, also from pathlib and shutil. tensorstore's are behind Store.write."""
+"""Functions of `os` that files are written by, also from pathlib and shutil.
+
+tensorstore's are behind Store.write and write_chunk.
+"""
 
 
 class Crashed(BaseException):
@@ -44,6 +47,17 @@ class Disk:
             self._count(f"written {key}")
 
         patch.setattr(Store, "write", written)
+        write_chunk = Store.write_chunk
+
+        def chunk_written(store, directory, array, index, values):
+            key = f"{directory}/{array.key(index)}"
+            self._count(f"write {key}")
+            checksum = write_chunk(store, directory, array, index, values)
+            self._durable.add(store.path / key)
+            self._count(f"written {key}")
+            return checksum
+
+        patch.setattr(Store, "write_chunk", chunk_written)
 
     def fail(self, error: BaseException | None, left: int | None = None, on: str = "") -> None:
         """From now on the operation after `left - 1` others raises `error`; None: none does.

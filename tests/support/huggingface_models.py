@@ -12,7 +12,7 @@ from shardwright.data.loader import TokenBatch
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.opening import open_run
+from shardwright.run.resume import open_run
 from shardwright.tools import checkpoint_to_huggingface, huggingface_to_checkpoint
 from tests.support import tiny
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from shardwright.run import opening
+from shardwright.run import resume
 from shardwright.run.checkpoint import Checkpointer, find_checkpoint
-from shardwright.run.resuming import check_resumes, choose_checkpoint
+from shardwright.run.resume import choose_checkpoint
+from shardwright.run.saved_config import check_resumes
 from tests.support import exact_step, tiny
 from tests.support.exact_step import exact
 from tests.support.losses_of_runs import losses
@@ -132,7 +133,7 @@ def test_a_run_tells_what_is_damaged_and_what_it_sets_aside(tmp_path, capsys, ex
 def test_checkpoints_at_a_url(tmp_path, monkeypatch, exact):
     """The run's other files stay in its directory; another run begins with the weights there."""
     read = []
-    monkeypatch.setattr(opening, "read_weights", lambda path, like, *_: read.append(path) or (like, {}))
+    monkeypatch.setattr(resume, "read_weights", lambda path, like, *_: read.append(path) or (like, {}))
     server = S3Server().__enter__()
     for name, value in {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
@@ -148,8 +149,8 @@ def test_checkpoints_at_a_url(tmp_path, monkeypatch, exact):
     with pytest.raises(ValueError, match=r"no complete .* If the run set paths.checkpoints, look there"):
         find_checkpoint(directory)
     # The place is forgotten, or given to a run that had none: no run begins again over the steps that were done.
-    for name, saved, given in (("run", url, None), ("local", None, url)):
-        message = f"was made with paths.checkpoints={saved}, not {given}. Restore that value"
+    for name, saved, given in (("run", url, None), ("local", "null", url)):
+        message = f"Give paths.checkpoints={saved} paths.model_name={name}, or"
         done = losses(tmp_path / name)
         with pytest.raises(ValueError, match=re.escape(message)):
             run(tmp_path / name, 6, given)

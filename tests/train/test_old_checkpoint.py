@@ -10,7 +10,7 @@ import pytest
 import train
 from shardwright.modeling.model import load_model
 from shardwright.run.checkpoint import find_checkpoint
-from shardwright.run.resuming import config_of
+from shardwright.run.saved_config import config_of
 from tests.support import tiny
 from tests.support.losses_of_runs import losses
 

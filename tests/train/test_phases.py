@@ -17,7 +17,7 @@ from shardwright.data.loader import SourceConfig
 from shardwright.modeling.model import load_model
 from shardwright.run.changes import loader_at, steps_of, tokens_before
 from shardwright.run.checks import check_config
-from shardwright.run.resuming import check_resumes, saved_config
+from shardwright.run.saved_config import check_resumes, saved_config
 from tests.support import tiny
 from tests.support.exact_step import exact, train_on
 from tests.support.losses_of_runs import losses
@@ -155,14 +155,14 @@ def test_a_wrong_entry_gets_one_line(data, changes, message):
         (
             LENGTHS[:1],
             {"seq_len": 64},
-            r"seq_len: checkpoint has 16, this run has 64.*add {step: 4, training.seq_len: 64} to",
+            r"seq_len: checkpoint has 16, this run has 64.*change training.seq_len from step 4 on, add",
         ),
         ([], {}, r"other settings after step 3:\n  training.seq_len: checkpoint has 32, this run has 16"),
         ([{"step": 2, "training.seq_len": 8}, *LENGTHS], {}, "other settings after step 2:"),
         (
             LENGTHS,
             {"filespec": None, "mixture": {"a": SourceConfig("a"), "b": SourceConfig("b")}},
-            r"does not have it, this run has 1.0.*add {step: 4, data.mixture: {…}} to",
+            r"does not have it, this run has 1.0.*change data.mixture from step 4 on, add",
         ),
     ],
 )

@@ -9,16 +9,16 @@ import jax
 
 from shardwright.cluster.watch import pause
 from shardwright.run.changes import config_at, firsts
-from shardwright.run.checkpoint_arrays import directory_of
-from shardwright.run.exports import Exports
-from shardwright.run.keeping import Validated
+from shardwright.run.checkpoint import directory_of
+from shardwright.run.export import Exports
 from shardwright.run.listeners.listener import Ending, Listener, Training
 from shardwright.run.listeners.standard import Skips, replay_of
 from shardwright.run.listeners.validation import Validation
 from shardwright.run.printing import log
+from shardwright.run.processes import in_all_processes
+from shardwright.run.resume import Validated
 from shardwright.run.skipping import are_finite, check_finite
 from shardwright.run.stages import stack_orders
-from shardwright.run.stores import in_all_processes
 
 MAX_FAILED = 3
 """Consecutive failed saves after which the run ends."""
@@ -42,12 +42,12 @@ class Checkpoints(Listener):
 
     def begin(self, run: Training) -> None:
         self._run = run
-        self._checkpoints = run.keeper.checkpoints
+        self._checkpoints = run.checkpoints
         self._skips = run.listeners.of(Skips)
         self._failed = 0
         self._exports = Exports(run.directory, run.log)
         self._validation = run.listeners.of(Validation) if run.whole.training.keep_best else None
-        self._best: Validated | None = run.keeper.best  # a complete checkpoint
+        self._best: Validated | None = run.found.best  # a complete checkpoint
         self._next_best: Validated | None = None  # one that is being written
         self._checkpoints.held = self._held
         if jax.process_index() == 0:
@@ -73,13 +73,13 @@ class Checkpoints(Listener):
     def wait(self) -> bool:
         self._checkpoints.wait()
         exported = self._exports.wait(self._run.signal)
-        if exported and self._exports and self._rotates:
+        if exported and self._exports:
             self._checkpoints.rotate()  # removes those that the exports held
         return exported
 
     def end(self, how: Ending) -> None:
         if self._best and how.state != "paused":
-            where = f"{directory_of(self._best.step)} of {self._run.checkpoints}"
+            where = f"{directory_of(self._best.step)} of {self._checkpoints.store.url}"
             log(f"best       {where}: validation loss {self._best.loss:.4g}")
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Checkpoints(Listener):
             "config": dataclasses.asdict(run.whole),
             "loader": run.loader.state(run.batch_of(done - 1) + 1),
             "provenance": run.provenance,
-            **run.keeper.carried,
+            **run.carried,
             "clock": {"seconds": run.clock.seconds},
         }
         if of_best := best or self._best:
@@ -120,37 +120,33 @@ class Checkpoints(Listener):
         def complete() -> None:
             in_all_processes(run.log.sync)
             metadata["skips"] = self._skips.steps.state() if self._skips else run.skips
-            self._checkpoints.rotates = self._rotates
             check_finite(finite, done, replay_of(run.directory, done))
 
         def ended(_: object) -> None:
             self.seconds = time.monotonic() - began
 
         orders = stack_orders(run.placement, type(state), state)
-        self._next_best = best
-        began = time.monotonic()
-        self._checkpoints.save(done, state, metadata, orders, check=complete)
-        if self._checkpoints.saving:
-            self._checkpoints.saving.add_done_callback(ended)
         is_last = run.is_over or run.stopped_by is not None
-        while is_last and not self._has_ended("Retrying."):
-            time.sleep(AGAIN_S)
+        while True:
             self._next_best = best
-            self._checkpoints.save(done, state, metadata, orders, check=complete, again=True)
+            began = time.monotonic()
+            self._checkpoints.save(done, state, metadata, orders, check=complete)
+            if self._checkpoints.saving:
+                self._checkpoints.saving.add_done_callback(ended)
+            if not is_last or self._has_ended("Retrying."):
+                break
+            time.sleep(AGAIN_S)
 
     def _held(self) -> list[int]:
-        """Lists the steps of checkpoints to keep besides the latest: those to export, and the best complete one."""
+        """Lists the steps of checkpoints to keep besides the latest: those to export, and the best complete one.
+
+        After a skipped step, all: its cause may be in the newest checkpoint already.
+        """
         complete = self._checkpoints.steps()
+        if self._skips and self._skips.steps.in_a_row:
+            return complete
         best = [best.step for best in self._bests if best.step in complete]
         return [*self._exports.left(), *best[-1:]]
-
-    @property
-    def _rotates(self) -> bool:
-        """True if a save may delete older checkpoints.
-
-        False after a skipped step, because its cause may be in the newest checkpoint already.
-        """
-        return not (self._skips and self._skips.steps.in_a_row)
 
     def _has_ended(self, then: str) -> bool:
         """Waits for the last save. Returns True if it succeeded; otherwise prints the error and what happens `then`.
@@ -184,4 +180,4 @@ class Checkpoints(Listener):
             self._export(step)
 
     def _export(self, step: int) -> None:
-        self._exports.add(step, f"{self._run.checkpoints}/{directory_of(step)}", self._checkpoints.saving)
+        self._exports.add(step, f"{self._checkpoints.store.url}/{directory_of(step)}", self._checkpoints.saving)

@@ -107,7 +107,7 @@ class Summary(Listener):
             if memory := peak_memory(run.program, self._metrics):
                 of = "of the fullest device" if memory["source"] == "device" else "of a device, by the compiler"
                 log(f"memory     {float(memory['peak_memory_bytes']) / 2**20:,.1f} MiB, the peak {of}")
-            log(f"checkpoint {run.checkpoints}/{run.total:010}")
+            log(f"checkpoint {run.checkpoints.store.url}/{run.total:010}")
 
 
 class Picture(Listener):

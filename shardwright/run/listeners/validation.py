@@ -7,8 +7,8 @@ import jax
 
 from shardwright.run.best_effort import in_a_line
 from shardwright.run.evaluation import evaluate
-from shardwright.run.keeping import Validated
 from shardwright.run.listeners.listener import Listener, Training
+from shardwright.run.resume import Validated
 
 
 class Validation(Listener):

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from shardwright.data.checks import a_path
 from shardwright.run.files import write_whole
-from shardwright.run.opening import StagesChoice
+from shardwright.run.mesh_choice import StagesChoice
 from shardwright.run.skipping import are_finite
 from shardwright.settings.program import run_program
 from shardwright.tools.replay import show

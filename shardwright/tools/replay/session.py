@@ -20,9 +20,10 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config as RunConfig
 from shardwright.run.differences import flat
 from shardwright.run.files import read_config, read_records
-from shardwright.run.opening import StagesChoice, fresh_state, mesh_for, read_state, trusted_options
+from shardwright.run.mesh_choice import StagesChoice, mesh_for
 from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.resuming import config_of, saved_config
+from shardwright.run.resume import fresh_state, read_state, trusted_options
+from shardwright.run.saved_config import config_of, saved_config
 from shardwright.run.spec import load_spec
 from shardwright.run.stages import placement_of
 from shardwright.run.step import schedule_step, trace_step

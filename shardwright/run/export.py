@@ -3,7 +3,6 @@
 import concurrent.futures
 import datetime
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +30,6 @@ class Exports:
     def __init__(self, directory: Path, run_log: RunLog):
         self._directory, self._log = directory, run_log
         self._exports: dict[int, Task[None]] = {}
-        self._exporter: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
 
     def set_aside(self, start: int) -> None:
@@ -64,8 +62,7 @@ class Exports:
         shutil.rmtree(output, ignore_errors=True)  # of an earlier start, which this one repeats
         given = f"run={quoted(checkpoint)}", f"output={quoted(str(output))}", "trust=true"
         try:
-            options = {"own_modules": True, "timeout": EXPORT_S, "started": self._started}
-            run_beside("shardwright.tools.checkpoint_to_huggingface", *given, **options)
+            run_beside("shardwright.tools.checkpoint_to_huggingface", *given, own_modules=True, timeout=EXPORT_S)
         except FAILURES as error:
             if self._is_stopped:
                 return
@@ -75,11 +72,6 @@ class Exports:
         else:
             log(f"exported   {output}")
             self._log.add_event(step - 1, "export", {"path": str(output)})
-
-    def _started(self, process: subprocess.Popen[bytes]) -> None:
-        self._exporter = process
-        if self._is_stopped:
-            process.terminate()
 
     def __bool__(self) -> bool:
         """Returns True if an export was added in this process."""
@@ -107,5 +99,5 @@ class Exports:
     def stop(self) -> None:
         """Ends the export in progress, and begins no more. Resuming the run makes the missing exports."""
         self._is_stopped = True
-        if self._exporter:
-            self._exporter.terminate()
+        for task in self._exports.values():
+            task.kill_program()

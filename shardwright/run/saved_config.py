@@ -4,27 +4,24 @@ A saved configuration may be untrusted: nothing in it is interpolated, and a mod
 is shipped here, or the user named it or trusts the configuration.
 """
 
-import contextlib
 import dataclasses
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardlib.schedules import SCHEDULES
 from shardwright.data.checks import FIXED, marked
-from shardwright.data.loader import DataConfig, SourceConfig, check_skips
+from shardwright.data.loader import DataConfig, SourceConfig
 from shardwright.data.untrusted import check_types
 from shardwright.modeling.model import is_shipped, module_of
 from shardwright.run.changes import check_number, firsts, may_change, settings_at
-from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checks import to_config
 from shardwright.run.config import Config, TrainingConfig
 from shardwright.run.differences import config_differences, flat
 from shardwright.run.files import as_config
-from shardwright.run.stores import Damaged
 from shardwright.settings.settings import is_section, without_null
 
 _METADATA = {
@@ -158,17 +155,14 @@ def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
         differences = config_differences(before, now, fixed_settings(before, now)) if first < done else []
         if differences:
             since = f" after step {first}" if first else ""
-            changed = {}
-            for name in filter(may_change, (line.partition(":")[0] for line in differences)):
-                of_mixture = name.startswith("data.mixture")
-                changed |= {"data.mixture": "{…}"} if of_mixture else {name: flat(now)[name]}
-            change = ", ".join(f"{name}: {'null' if x is None else x}" for name, x in {"step": done, **changed}.items())
-            instead = f" To change it from here on instead, change it back and add {{{change}}} to training.changes."
+            names = [line.partition(":")[0] for line in differences]
+            changed = next((".".join(name.split(".")[:2]) for name in names if may_change(name)), None)
+            instead = f" To change {changed} from step {done} on, add it to training.changes." if changed else ""
             raise ValueError(
                 f"the run in {directory} was made with other settings{since}:\n  "
                 + "\n  ".join(differences)
                 + "\nChange these back to resume it, or start another run with a new paths.model_name."
-                + instead * bool(changed)
+                + instead
             )
 
 
@@ -180,53 +174,3 @@ def deciding_settings(config: Config) -> dict[str, Any]:
     parts["paths.model_name"] = config.paths.model_name
     fixed = [getattr(data, name) for name in marked(DataConfig, FIXED) if name != "stream"]
     return parts | {"data": (*fixed, data.skip_steps, weights)}
-
-
-def choose_checkpoint(
-    checkpoints: Checkpointer, wanted: int | None, damaged: dict[int, str], skip_steps: Sequence[int] = ()
-) -> tuple[int, dict] | None:
-    """Chooses the checkpoint to resume from: its step and metadata, the same in all processes.
-
-    None if the run has no checkpoint, nor a damaged one, and `wanted` is None.
-
-    If `wanted` is None, it is the latest with an intact manifest; otherwise the one of step `wanted`. But if a start
-    with the same resume_step saved the latest, after the same batches, it is the latest, so that repeating a command
-    continues the run.
-
-    Args:
-        checkpoints: the run's Checkpointer.
-        wanted: training.resume_step.
-        damaged: step of each damaged checkpoint → what is wrong. Newly found ones are added.
-        skip_steps: data.skip_steps.
-
-    Raises:
-        ValueError: there is no such intact checkpoint.
-    """
-    while (step := checkpoints.latest_step(without=damaged)) is not None:
-        try:
-            metadata = checkpoints.metadata(step)
-        except Damaged as error:
-            damaged[step] = str(error)
-            continue
-        if wanted in (None, step) or (step > wanted and _went_back(metadata, wanted, skip_steps, step)):
-            return step, metadata
-        if wanted in damaged:
-            break
-        return wanted, checkpoints.metadata(wanted)
-    if wanted is None and not damaged:
-        return None
-    # A run that went back may since have deleted the checkpoint it went back to, as its oldest.
-    which = "; ".join(f"step {step}: {why}" for step, why in sorted(damaged.items(), reverse=True))
-    raise ValueError(
-        f"no intact checkpoint in {checkpoints.store.url} to resume from: training.resume_step is {wanted}. {which} "
-        "Choose another step, copy a checkpoint there, or start a run with another name."
-    )
-
-
-def _went_back(metadata: dict, wanted: int, skip_steps: Sequence[int], step: int) -> bool:
-    """Returns True if a start with resume_step `wanted` saved the checkpoint of `step`, after the same batches."""
-    config = saved_config(metadata)
-    with contextlib.suppress(ValueError):
-        check_skips(config.get("data", {}).get("skip_steps", []), skip_steps, step)
-        return config["training"].get("resume_step") == wanted
-    return False
