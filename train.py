@@ -2,8 +2,8 @@
 
     python -m train --config-name=local_test_synthetic
 
-Read it from the top. The settings are in shardwright/run/config.py, the forward pass of any model
-and the loop over its layers in shardwright/modeling/forward.py.
+Read it from the top. The settings are in shardwright/program/config.py, the forward pass of any
+model and the loop over its layers in shardwright/modeling/forward.py.
 
 Dims
   m  microbatches               B  sequences of each        M  d_model
@@ -32,7 +32,7 @@ weight states its inputs, outputs and sharding at rest.
 
 Collectives that this file only calls: attention across c is in shardwright/modeling/context.py,
 the loss in chunks in modeling/loss_chunks.py, Muon in optimizers/muon.py, and pipelines are in
-run/stages.py and shardlib/pipeline.py.
+program/stages.py and shardlib/pipeline.py.
 """
 
 if __name__ == "__main__":  # first, because the imports below take seconds
@@ -66,10 +66,11 @@ from shardwright.modeling.weights import embedding, gain, matrix, table_of, unem
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.muon import muon
-from shardwright.run import launch, listeners, stages
-from shardwright.run.config import Config
+from shardwright.program import stages
+from shardwright.program.config import Config
+from shardwright.program.spec import StepSpec
+from shardwright.run import launch, listeners
 from shardwright.run.run import Run
-from shardwright.run.spec import StepSpec
 from shardwright.sampling import samples
 
 # ---- weights -------------------------------------------------------------------------------------

@@ -57,8 +57,8 @@ from shardwright.modeling import attention_paths
 from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions, same_document
 from shardwright.modeling.model import compute_scope
 from shardwright.modeling.weights import act
-from shardwright.run.files import write_json, write_whole
-from shardwright.run.spec import load_spec
+from shardwright.program.files import write_json, write_whole
+from shardwright.program.spec import load_spec
 
 # ---- all parts ----------------------------------------------------------------------------------------------------
 

@@ -36,15 +36,15 @@ from shardlib.shardtypes import make_shardings
 from shardwright.data.loader import make_loader
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
-from shardwright.run import checkpoint as saved
-from shardwright.run.checkpoint import MANIFEST, Store
-from shardwright.run.config import Config
-from shardwright.run.flops import PeakFlops, Speed
+from shardwright.program import checkpoint as saved
+from shardwright.program.checkpoint import MANIFEST, Store
+from shardwright.program.config import Config
+from shardwright.program.flops import PeakFlops, Speed
+from shardwright.program.spec import load_spec
+from shardwright.program.stages import place_layers
+from shardwright.program.step import trace_step
 from shardwright.run.launch import composed
 from shardwright.run.metrics import RunLog
-from shardwright.run.spec import load_spec
-from shardwright.run.stages import place_layers
-from shardwright.run.step import trace_step
 from shardwright.settings.command_line import SHIPPED
 
 HOSTS, OF_HOST, STEPS = (1, 8, 64, 1024), 8, 1000

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from shardlib.testing import sizes_of
 from shardwright.inspect import examine
+from shardwright.program.step import open_steps
 from shardwright.run.launch import composed
-from shardwright.run.step import open_steps
 
 
 def assert_sound(name: str, mesh: str, *overrides: str, configs: str | Path = "configs") -> None:

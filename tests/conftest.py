@@ -69,6 +69,6 @@ def one_device():
 @pytest.fixture
 def no_hashes(monkeypatch):
     """Programs that open a run do not trace its step for hashes, which take most of their time."""
-    from shardwright.run.step import Step
+    from shardwright.program.step import Step
 
     monkeypatch.setattr(Step, "hash", "")

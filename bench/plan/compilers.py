@@ -37,8 +37,9 @@ from shardwright.inspect.operation import OPCODES
 from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.planning import planned_step
 from shardwright.modeling.model import load_model
-from shardwright.run import config, launch, stages
-from shardwright.run.step import trace_step
+from shardwright.program import config, stages
+from shardwright.program.step import trace_step
+from shardwright.run import launch
 
 FLAT = "flat_tokens_c4_a100x8"
 CASES: dict[str, tuple[str, tuple[int, int, int, int], list[str]]] = {  # configuration; p, r, d, t; overrides

@@ -29,8 +29,8 @@ from shardwright.cluster import chips, devices
 from shardwright.cluster.topologies import GPUS, WITHOUT_DEVICE
 from shardwright.inspect.compiled import hlo
 from shardwright.inspect.compiled.step import describe
-from shardwright.run.compiling import with_mesh
-from shardwright.run.files import write_json
+from shardwright.program.compiling import with_mesh
+from shardwright.program.files import write_json
 
 T = TypeVar("T")
 ANNOTATING = {"xla_gpu_collect_cost_model_stats": True}

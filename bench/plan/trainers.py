@@ -40,8 +40,8 @@ from shardwright.cluster.devices import make_mesh
 from shardwright.cluster.topologies import GPUS, devices_of
 from shardwright.modeling.blockwise import BLOCK
 from shardwright.modeling.model import load_model
+from shardwright.program.step import trace_step
 from shardwright.run import launch
-from shardwright.run.step import trace_step
 
 TRAINERS = {"ours": "ours", "plain-jax": "plain_jax", "plain-jax-marked": "plain_jax", "flax-nnx": "flax_nnx"}
 MESHES = {"d8": (1, 8), "r4d8": (4, 8)}

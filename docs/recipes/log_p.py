@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from shardwright.run.opening import MeshChoice, mesh_for, open_run
 
 from shardwright.data import flat_tokens
 from shardwright.data.loader import DataConfig, make_loader
 from shardwright.modeling.model import load_model
-from shardwright.run.opening import MeshChoice, mesh_for, open_run
-from shardwright.run.step import trace_step
+from shardwright.program.step import trace_step
 
 
 def bits(x: jax.Array) -> jax.Array:

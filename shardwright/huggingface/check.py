@@ -17,8 +17,8 @@ from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
 from shardwright.modeling.model import compute_scope, load_model, module_of
 from shardwright.modeling.settings import ModelConfig
-from shardwright.run.config import TrainingConfig
-from shardwright.run.spec import load_spec
+from shardwright.program.config import TrainingConfig
+from shardwright.program.spec import load_spec
 
 LENGTH = 32
 """Largest number of tokens in the compared text: bos and random ones."""

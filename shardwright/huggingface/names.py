@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from shardwright.data.untrusted import COPY_AGAIN
-from shardwright.run.checkpoint import named_leaves
+from shardwright.program.checkpoint import named_leaves
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from shardwright.data.text.definitions import load_definition
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.data.untrusted import COPY_AGAIN, check_types, read_object
-from shardwright.run.resume import CARRIED, SavedRun
+from shardwright.program.resume import CARRIED, SavedRun
 
 MOST = 2**20
 """Most characters of all of it, as JSON."""

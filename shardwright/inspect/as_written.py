@@ -18,7 +18,7 @@ from shardwright.inspect.compiled.operations import Collective, axes_of, canonic
 from shardwright.inspect.operation import OPCODES, WITHOUT_LINE
 from shardwright.inspect.plan.graph import Graph, Node, graph_of
 from shardwright.inspect.tables import in_bytes
-from shardwright.run.compiling import with_mesh
+from shardwright.program.compiling import with_mesh
 
 _AS_WRITTEN = "as written"
 MOST = 10

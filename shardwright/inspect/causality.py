@@ -31,8 +31,8 @@ from shardwright.inspect.soundness import traced
 from shardwright.modeling.attention_calls import mask_of, sees_later
 from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.model import LOGITS
-from shardwright.run.processes import in_all_processes
-from shardwright.run.step import Step
+from shardwright.program.processes import in_all_processes
+from shardwright.program.step import Step
 
 BATCHES, LOGITS_OF = "batches", "logits of"
 """Leading dims of all values beside those of devices. Batches are in pairs; a dim has one entry where all have the

@@ -15,11 +15,11 @@ from shardwright.inspect.planning import plan_run
 from shardwright.inspect.soundness import check_steps
 from shardwright.inspect.statistics.collect import RunStatistics
 from shardwright.modeling.kernel_checks import check_paths
-from shardwright.run.background import FAILURES, run_beside
-from shardwright.run.best_effort import in_a_line
-from shardwright.run.printing import log
-from shardwright.run.processes import in_all_processes
-from shardwright.run.step import Step
+from shardwright.program.background import FAILURES, run_beside
+from shardwright.program.best_effort import in_a_line
+from shardwright.program.printing import log
+from shardwright.program.processes import in_all_processes
+from shardwright.program.step import Step
 
 __all__ = "RunStatistics", "check", "check_as_written", "check_kernels", "draw_step", "plan_run", "read_trace"
 

@@ -11,9 +11,9 @@ from types import ModuleType
 
 from shardlib.tracing import tracing
 from shardwright.optimizers.rates import own_functions
-from shardwright.run.provenance import PACKAGES, own_modules
-from shardwright.run.spec import load_spec
-from shardwright.run.step import Step
+from shardwright.program.provenance import PACKAGES, own_modules
+from shardwright.program.spec import load_spec
+from shardwright.program.step import Step
 
 MODELS = "shardwright.models"
 ONCE = (*PACKAGES, "jax", "jaxlib")

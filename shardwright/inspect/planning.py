@@ -21,13 +21,13 @@ from shardwright.inspect.plan.step import Facts, PlannedStep, step_of
 from shardwright.inspect.tables import in_bytes, in_seconds
 from shardwright.modeling.model import LanguageModel, load_model
 from shardwright.modeling.weights import count_layers
-from shardwright.run.best_effort import best_effort, in_a_line
-from shardwright.run.checks import check_config
-from shardwright.run.config import Config, check_divides
-from shardwright.run.files import write_json
-from shardwright.run.flops import attended_keys, flops_of_model
-from shardwright.run.stages import training_table
-from shardwright.run.step import Step, trace_step
+from shardwright.program.best_effort import best_effort, in_a_line
+from shardwright.program.checks import check_config
+from shardwright.program.config import Config, check_divides
+from shardwright.program.files import write_json
+from shardwright.program.flops import attended_keys, flops_of_model
+from shardwright.program.stages import training_table
+from shardwright.program.step import Step, trace_step
 
 Settings = Mapping[str, Any]
 """Values of settings by name, such as training.save."""

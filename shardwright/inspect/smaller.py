@@ -27,8 +27,8 @@ from shardwright.modeling.attention_calls import path_of
 from shardwright.modeling.attention_paths import KERNELS
 from shardwright.modeling.blockwise import BLOCK, BLOCKS
 from shardwright.modeling.model import period_of
-from shardwright.run.config import Config, check_divides
-from shardwright.run.step import Step, with_settings
+from shardwright.program.config import Config, check_divides
+from shardwright.program.step import Step, with_settings
 
 MOST_DEVICES = 16
 """Number of devices that a small mesh should not exceed."""

@@ -33,10 +33,10 @@ from shardwright.axes import OPTIONAL
 from shardwright.inspect.fresh import reimport
 from shardwright.inspect.smaller import LENGTH, NOT_FINITE, Small, draw, make_other, make_small
 from shardwright.optimizers.rates import own_functions
-from shardwright.run.best_effort import in_a_line
-from shardwright.run.processes import in_all_processes
-from shardwright.run.stages import placement_of
-from shardwright.run.step import EINSUM_ATTENTION, NAMES, Step
+from shardwright.program.best_effort import in_a_line
+from shardwright.program.processes import in_all_processes
+from shardwright.program.stages import placement_of
+from shardwright.program.step import EINSUM_ATTENTION, NAMES, Step
 
 OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
 OF_MACHINES += ("get_mesh",)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import jax
 
-from shardwright.run.background import FAILURES, Task, in_background, run_beside, wait_for
+from shardwright.program.background import FAILURES, Task, in_background, run_beside, wait_for
+from shardwright.program.printing import log
 from shardwright.run.metrics import RunLog
-from shardwright.run.printing import log
 from shardwright.settings.output import quoted
 
 EXPORT_S = 4 * 3600.0

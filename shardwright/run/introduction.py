@@ -14,16 +14,16 @@ from shardwright.axes import mesh_text
 from shardwright.cluster.devices import known_options
 from shardwright.data.loader import Loader
 from shardwright.modeling.attention_calls import describe_attention, path_of
-from shardwright.run.best_effort import best_effort
-from shardwright.run.changes import MOST_STEPS, tokens_before
-from shardwright.run.config import Config
-from shardwright.run.differences import flat
-from shardwright.run.files import write_whole
-from shardwright.run.flops import Speed, parameters_of
-from shardwright.run.printing import log
-from shardwright.run.processes import in_all_processes
-from shardwright.run.saved_config import with_defaults
-from shardwright.run.stages import describe_stages
+from shardwright.program.best_effort import best_effort
+from shardwright.program.changes import MOST_STEPS, tokens_before
+from shardwright.program.config import Config
+from shardwright.program.differences import flat
+from shardwright.program.files import write_whole
+from shardwright.program.flops import Speed, parameters_of
+from shardwright.program.printing import log
+from shardwright.program.processes import in_all_processes
+from shardwright.program.saved_config import with_defaults
+from shardwright.program.stages import describe_stages
 from shardwright.settings.output import listed
 
 

@@ -24,13 +24,13 @@ from shardwright.cluster.watch import watched, write_hosts
 from shardwright.data import flat_tokens
 from shardwright.data.checks import check_range, check_ranges
 from shardwright.modeling.model import LanguageModel, load_model, module_of
-from shardwright.run.changes import config_at, firsts
-from shardwright.run.checks import register_schema, to_config
-from shardwright.run.config import Config, check_divides
-from shardwright.run.directory import check_place, run_directory
-from shardwright.run.printing import log
+from shardwright.program.changes import config_at, firsts
+from shardwright.program.checks import register_schema, to_config
+from shardwright.program.config import Config, check_divides
+from shardwright.program.directory import check_place, run_directory
+from shardwright.program.printing import log
+from shardwright.program.trackers import check_installed
 from shardwright.run.sweeps import Job
-from shardwright.run.trackers import check_installed
 from shardwright.settings.command_line import Program, read_overrides, search_first
 from shardwright.settings.exits import STOPPED
 from shardwright.settings.program import refusals_shown, start

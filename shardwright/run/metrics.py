@@ -18,8 +18,8 @@ import numpy as np
 from shardlib.layers import LayerMetrics
 from shardwright.cluster.watch import now_at
 from shardwright.data.untrusted import check_file, parse_json
-from shardwright.run.files import OF_A_STEP, duration
-from shardwright.run.flops import Speed
+from shardwright.program.files import OF_A_STEP, duration
+from shardwright.program.flops import Speed
 from shardwright.settings.output import say
 
 _SPEED_WINDOW = 20

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import jax
 
-from shardwright.run.background import FAILURES, Task, in_background, run_beside
-from shardwright.run.best_effort import why
-from shardwright.run.files import REPORT
+from shardwright.program.background import FAILURES, Task, in_background, run_beside
+from shardwright.program.best_effort import why
+from shardwright.program.files import REPORT
 from shardwright.settings.output import say
 
 FIRST_S = 10.0

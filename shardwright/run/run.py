@@ -19,9 +19,9 @@ from shardwright.data.untrusted import Damaged
 from shardwright.inspect import examine
 from shardwright.modeling.model import COMPUTE_DTYPES, LanguageModel, inputs_of
 from shardwright.optimizers.rates import check_schedule
-from shardwright.run.background import kill_programs
-from shardwright.run.best_effort import in_a_line
-from shardwright.run.changes import (
+from shardwright.program.background import kill_programs
+from shardwright.program.best_effort import in_a_line
+from shardwright.program.changes import (
     MOST_STEPS,
     config_at,
     described_change,
@@ -30,23 +30,23 @@ from shardwright.run.changes import (
     tokens_before,
     total_steps,
 )
-from shardwright.run.checkpoint import Checkpointer
+from shardwright.program.checkpoint import Checkpointer
+from shardwright.program.compiling import compile_step, seconds_shown
+from shardwright.program.config import Config
+from shardwright.program.flops import peak_flops, speed_of
+from shardwright.program.printing import log
+from shardwright.program.processes import check_processes, in_all_processes
+from shardwright.program.provenance import keep_source, provenance_of
+from shardwright.program.resume import carried_in, checkpoints_of, clear_later, find_start, fresh_state, read_state
+from shardwright.program.saved_config import deciding_settings
+from shardwright.program.spec import StepSpec, load_spec
+from shardwright.program.stages import placement_of
+from shardwright.program.step import Step, schedule_step, trace_step
+from shardwright.program.trackers import tracked
 from shardwright.run.clock import Stopwatch
-from shardwright.run.compiling import compile_step, seconds_shown
-from shardwright.run.config import Config
-from shardwright.run.flops import peak_flops, speed_of
 from shardwright.run.introduction import facts_of, introduce, save_config
 from shardwright.run.listeners import Ending, Listener, Listeners
 from shardwright.run.metrics import RunLog, check_metrics
-from shardwright.run.printing import log
-from shardwright.run.processes import check_processes, in_all_processes
-from shardwright.run.provenance import keep_source, provenance_of
-from shardwright.run.resume import carried_in, checkpoints_of, clear_later, find_start, fresh_state, read_state
-from shardwright.run.saved_config import deciding_settings
-from shardwright.run.spec import StepSpec, load_spec
-from shardwright.run.stages import placement_of
-from shardwright.run.step import Step, schedule_step, trace_step
-from shardwright.run.trackers import tracked
 from shardwright.settings.output import override
 
 CHANGES = "changes"

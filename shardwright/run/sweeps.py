@@ -17,7 +17,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from shardwright.run.directory import check_place, find_place
+from shardwright.program.directory import check_place, find_place
 from shardwright.settings.exits import STOPPED
 from shardwright.settings.output import override, quoted
 from shardwright.settings.program import Refused, refusals_shown

@@ -34,7 +34,7 @@ from shardwright.inspect.smaller import make_small
 from shardwright.inspect.soundness import refuse
 from shardwright.modeling.model import act, compute_scope
 from shardwright.modeling.state import state_of
-from shardwright.run.step import Step
+from shardwright.program.step import Step
 from shardwright.sampling.cache import Texts, check_cache, filled_cache, next_logits
 
 CHUNK = 32

@@ -7,11 +7,11 @@ import jax
 
 from shardwright.cluster.watch import pause
 from shardwright.data.text.tokenizers import REMEDY, tokenizer_of_run
-from shardwright.run.best_effort import best_effort, in_a_line
+from shardwright.program.best_effort import best_effort, in_a_line
+from shardwright.program.processes import check_processes
+from shardwright.program.stages import folded_mesh, without_stages
 from shardwright.run.listeners import Listener, Training
 from shardwright.run.metrics import move_later_lines
-from shardwright.run.processes import check_processes
-from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.sampling.harness import check_tasks, language_model, run_harness
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.sampling.scoring import Scorer

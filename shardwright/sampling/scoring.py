@@ -22,7 +22,7 @@ from shardlib import shardops
 from shardlib.shardtypes import Of, bool_, f32, make_shardings, typed, typed_shard_map, u32
 from shardwright.data.loader import TokenBatch
 from shardwright.modeling.model import act
-from shardwright.run.step import Step
+from shardwright.program.step import Step
 from shardwright.sampling.sampler import Programs, check_ids, padded
 
 LOGITS = 2**27

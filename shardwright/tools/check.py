@@ -41,11 +41,11 @@ from shardwright.inspect.causality import check_causal
 from shardwright.inspect.planning import NOT_MEASURED, mesh_sizes, planned_change
 from shardwright.inspect.soundness import check_steps
 from shardwright.inspect.tables import in_bytes, in_seconds
-from shardwright.run.best_effort import in_a_line
-from shardwright.run.config import Config
-from shardwright.run.flops import parameters_of
+from shardwright.program.best_effort import in_a_line
+from shardwright.program.config import Config
+from shardwright.program.flops import parameters_of
+from shardwright.program.step import NAMES, Step, open_steps, trace_step
 from shardwright.run.launch import start_with_section
-from shardwright.run.step import NAMES, Step, open_steps, trace_step
 from shardwright.settings.output import listed, say
 
 UNCHECKED = 2

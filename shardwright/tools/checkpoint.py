@@ -15,7 +15,7 @@ from omegaconf import MISSING
 
 from shardwright.data.checks import a_path
 from shardwright.data.untrusted import Damaged, shown
-from shardwright.run.checkpoint import Checkpointer, directory_of, find_checkpoint, saved_arrays
+from shardwright.program.checkpoint import Checkpointer, directory_of, find_checkpoint, saved_arrays
 from shardwright.settings.program import run_program
 
 

@@ -42,7 +42,7 @@ from shardwright.huggingface.check import (
 )
 from shardwright.huggingface.sidecars import with_end
 from shardwright.modeling.model import inputs_of, load_model
-from shardwright.run.resume import CARRIED, CheckpointChoice, SavedRun, open_run
+from shardwright.program.resume import CARRIED, CheckpointChoice, SavedRun, open_run
 from shardwright.settings.program import run_program
 
 DTYPES: dict[str, Any] = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}

@@ -29,12 +29,12 @@ from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import check_steps
 from shardwright.modeling.model import inputs_of, load_model
-from shardwright.run.evaluation import evaluate as evaluate_batches
-from shardwright.run.files import write_whole
-from shardwright.run.mesh_choice import MeshChoice, StepChoice, mesh_for
-from shardwright.run.resume import CheckpointChoice, open_run, trusted_options
-from shardwright.run.spec import load_spec
-from shardwright.run.step import trace_step
+from shardwright.program.evaluation import evaluate as evaluate_batches
+from shardwright.program.files import write_whole
+from shardwright.program.mesh_choice import MeshChoice, StepChoice, mesh_for
+from shardwright.program.resume import CheckpointChoice, open_run, trusted_options
+from shardwright.program.spec import load_spec
+from shardwright.program.step import trace_step
 from shardwright.sampling.harness import language_model, run_harness
 from shardwright.sampling.scoring import Scorer, document_losses
 from shardwright.settings.program import run_program

@@ -11,7 +11,7 @@ import difflib
 import sys
 from pathlib import Path
 
-from shardwright.run.files import write_whole
+from shardwright.program.files import write_whole
 from shardwright.settings.output import told_in_a_line
 
 RELEASED, FORK = Path(__file__).parents[1] / "train.py", Path("train.py")

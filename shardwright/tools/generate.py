@@ -26,10 +26,10 @@ from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import LARGE, parse_object, read_text, shown
 from shardwright.huggingface.sidecars import ends_of
 from shardwright.modeling.model import load_model
-from shardwright.run.files import write_whole
-from shardwright.run.mesh_choice import MeshChoice, mesh_for
-from shardwright.run.resume import CheckpointChoice, SavedRun, Write, open_run
-from shardwright.run.step import trace_step
+from shardwright.program.files import write_whole
+from shardwright.program.mesh_choice import MeshChoice, mesh_for
+from shardwright.program.resume import CheckpointChoice, SavedRun, Write, open_run
+from shardwright.program.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.output import quoted
 from shardwright.settings.program import run_program

@@ -35,8 +35,8 @@ from shardwright.data.untrusted import first_line, read_object, refused, shown
 from shardwright.huggingface import Tensors, as_transformers_reads, sidecars
 from shardwright.huggingface.check import check_rules, compare_logits, mapping_of, module_for
 from shardwright.modeling.model import is_shipped
-from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.resume import CARRIED
+from shardwright.program.checkpoint import Checkpointer
+from shardwright.program.resume import CARRIED
 from shardwright.settings.output import override, say
 from shardwright.settings.program import run_program
 

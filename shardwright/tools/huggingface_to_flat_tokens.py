@@ -28,7 +28,7 @@ from shardwright.data.text import definitions, sources, tokenizers
 from shardwright.data.text.files import Found, real_file
 from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.data.text.worker_pool import map_in_order
-from shardwright.run.differences import flat
+from shardwright.program.differences import flat
 from shardwright.settings.output import listed, override, say
 from shardwright.settings.program import run_program
 

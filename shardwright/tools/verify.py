@@ -27,10 +27,10 @@ from shardwright.inspect.smaller import NOT_FINITE, draw
 from shardwright.inspect.soundness import SEEDS, examine
 from shardwright.modeling.kernel_checks import TOLERANCE
 from shardwright.modeling.model import load_model
-from shardwright.run.config import Config, check_divides
+from shardwright.program.config import Config, check_divides
+from shardwright.program.stages import placement_of, training_table
+from shardwright.program.step import NAMES, open_steps, trace_step
 from shardwright.run.launch import start_with_section
-from shardwright.run.stages import placement_of, training_table
-from shardwright.run.step import NAMES, open_steps, trace_step
 from shardwright.settings.output import say
 
 Mesh = Mapping[str, int]

@@ -9,7 +9,7 @@ from bench.plan.clock import Clock, attention_matmuls
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.step import describe
-from shardwright.run.compiling import with_mesh
+from shardwright.program.compiling import with_mesh
 from tests.support.annotated_program import AT, FACTS, TEXT
 from tests.support.hlo_texts import HEAD
 

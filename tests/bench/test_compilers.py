@@ -12,7 +12,7 @@ import yaml
 
 from bench.plan import compilers, programs, trainers
 from shardwright.inspect.operation import OPCODES, sent_in_ring
-from shardwright.run.compiling import with_mesh
+from shardwright.program.compiling import with_mesh
 from tests.support.annotated_program import FACTS, TEXT
 
 

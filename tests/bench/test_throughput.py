@@ -19,7 +19,7 @@ from bench.throughput.peers.floor import Contestant as Floor
 from bench.throughput.peers.job import Job, Shapes, batches
 from bench.throughput.peers.ours import config_of
 from bench.throughput.processes import environment, python_of, run_rounds
-from shardwright.run.flops import flops_of_model
+from shardwright.program.flops import flops_of_model
 
 ROOT = Path(__file__).parents[2]
 SHAPES = Shapes(

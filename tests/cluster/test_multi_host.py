@@ -19,8 +19,8 @@ from shardwright.cluster import watch
 from shardwright.cluster.config import DistributedConfig, HardwareConfig, check_distributed
 from shardwright.cluster.devices import start_devices
 from shardwright.data.flat_tokens import Writer
-from shardwright.run.checks import register_schema, to_config
-from shardwright.run.config import Config
+from shardwright.program.checks import register_schema, to_config
+from shardwright.program.config import Config
 from shardwright.settings.exits import ERROR, LOST, OUT_OF_MEMORY, STALLED, STOPPED, LostError, exit_of
 from tests.support.processes import ROOT, Run, free_port
 
@@ -269,10 +269,10 @@ def test_what_a_launcher_does_after_an_error(error, count, ended, monkeypatch):
 
 ENDS = """
 import os, signal
-import shardwright.run.checkpoint
+import shardwright.program.checkpoint
 def read_arrays(*_):
     {}
-shardwright.run.checkpoint.read_arrays = read_arrays
+shardwright.program.checkpoint.read_arrays = read_arrays
 """
 
 
@@ -400,7 +400,8 @@ def test_a_signal_to_any_process_saves_and_stops_all(unbroken, tmp_path):
 
 
 EXPORTS = """
-from shardwright.run import background, export
+from shardwright.program import background
+from shardwright.run import export
 def endless(*_, **options):
     (root / "exporting").touch()
     background.run_beside("http.server", "0", "--bind", "127.0.0.1", **options)

@@ -12,7 +12,7 @@ from shardwright import testing
 from shardwright.inspect import examine, soundness
 from shardwright.inspect.statistics.rerun import saved_points
 from shardwright.modeling.model import load_model
-from shardwright.run.step import Step, trace_step
+from shardwright.program.step import Step, trace_step
 from tests.support import examples, tiny
 from tests.support.recipes import SOURCE, module_of
 

@@ -19,7 +19,7 @@ from shardwright.inspect import planning
 from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.planning import best_changes, changes, plan_run, planned_change, planned_step
 from shardwright.modeling.model import load_model
-from shardwright.run.step import trace_step
+from shardwright.program.step import trace_step
 from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]

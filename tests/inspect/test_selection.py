@@ -19,7 +19,7 @@ from shardwright.data.loader import TokenBatch
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import check_steps
 from shardwright.modeling.model import load_model
-from shardwright.run.step import trace_step
+from shardwright.program.step import trace_step
 from tests.support import rule_models, tiny
 from tests.support.recipes import ROOT, changed, module_of
 

@@ -14,7 +14,7 @@ import train
 from shardlib import shardops
 from shardlib.shardtypes import ShardError
 from shardwright.inspect import smaller, soundness
-from shardwright.run.step import Step
+from shardwright.program.step import Step
 from tests.support import tiny
 
 pytestmark = pytest.mark.quick

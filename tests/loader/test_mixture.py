@@ -22,8 +22,8 @@ from shardwright.data.loader import (
 )
 from shardwright.data.loader.config import batch_of, check_skips
 from shardwright.data.loader.order import BLOCK, PERIOD, Quotas
-from shardwright.run.differences import config_differences
-from shardwright.run.saved_config import fixed_settings
+from shardwright.program.differences import config_differences
+from shardwright.program.saved_config import fixed_settings
 from tests.support.numpy_checks import check_modules
 
 check_modules(config, opening, order)

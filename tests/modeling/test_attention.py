@@ -19,8 +19,8 @@ from shardwright.modeling.blockwise import blockwise
 from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.modeling.model import Tokens
 from shardwright.models import gpt2
+from shardwright.program.step import trace_step
 from shardwright.run import introduction
-from shardwright.run.step import trace_step
 from tests.support import tiny
 from tests.support.gradients import assert_close, with_gradients
 

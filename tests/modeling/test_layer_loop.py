@@ -9,7 +9,7 @@ import pytest
 
 from shardlib.equations import jaxprs_of
 from shardwright.data.loader import batch_shapes
-from shardwright.run.checks import check_config
+from shardwright.program.checks import check_config
 from tests.support import tiny
 
 LAYERS = 5

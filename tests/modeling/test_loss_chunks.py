@@ -15,8 +15,8 @@ from shardwright.data.loader import batch_shapes
 from shardwright.modeling.loss_chunks import sum_in_chunks
 from shardwright.modeling.model import Targets
 from shardwright.modeling.weights import Weight, act, at_rest, gain
-from shardwright.run.checks import check_config
-from shardwright.run.config import check_divides
+from shardwright.program.checks import check_config
+from shardwright.program.config import check_divides
 from shardwright.tools.verify import small
 from tests.support import tiny
 

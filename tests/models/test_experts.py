@@ -19,7 +19,7 @@ from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.models import family, moe
-from shardwright.run.step import trace_step
+from shardwright.program.step import trace_step
 from tests.support import tiny
 from tests.support.recipes import ROOT, train_with
 

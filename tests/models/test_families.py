@@ -16,9 +16,9 @@ from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
 from shardwright.models import delta, family, mla, moe
-from shardwright.run.mesh_choice import MeshChoice
-from shardwright.run.resume import read_weights
-from shardwright.run.step import trace_step
+from shardwright.program.mesh_choice import MeshChoice
+from shardwright.program.resume import read_weights
+from shardwright.program.step import trace_step
 from shardwright.sampling import cache
 from shardwright.tools import generate
 from tests.support import huggingface_models as models

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright.modeling.weights import initialize
 from shardwright.models import gpt2
-from shardwright.run.checks import check_config
+from shardwright.program.checks import check_config
 from shardwright.sampling import cache
 from tests.support import tiny
 from tests.support.transformers_models import exported

@@ -25,12 +25,12 @@ from shardwright.modeling.rope import attention_factor, rope_frequencies
 from shardwright.modeling.settings import RopeScaling
 from shardwright.modeling.weights import shapes_of
 from shardwright.models import family, gpt2
-from shardwright.run import config as run_config
-from shardwright.run.checks import register_schema, to_config
-from shardwright.run.differences import config_differences
-from shardwright.run.resume import fresh_state, read_weights
-from shardwright.run.saved_config import fixed_settings, with_defaults
-from shardwright.run.step import trace_step
+from shardwright.program import config as run_config
+from shardwright.program.checks import register_schema, to_config
+from shardwright.program.differences import config_differences
+from shardwright.program.resume import fresh_state, read_weights
+from shardwright.program.saved_config import fixed_settings, with_defaults
+from shardwright.program.step import trace_step
 from shardwright.tools import huggingface_to_checkpoint as tool
 from tests.support import huggingface_models as models
 from tests.support import tiny

@@ -18,9 +18,9 @@ from shardwright.data.loader import DataConfig
 from shardwright.data.text.definitions import open_directory, train_bpe
 from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer, tokenizer_of_run
 from shardwright.huggingface import sidecars
-from shardwright.run import resume
-from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.resume import CARRIED, open_run
+from shardwright.program import resume
+from shardwright.program.checkpoint import Checkpointer
+from shardwright.program.resume import CARRIED, open_run
 from shardwright.tools import checkpoint_to_huggingface as tool
 from shardwright.tools import generate
 from tests.support import exact_step, tiny

@@ -27,10 +27,10 @@ from shardwright.modeling.weights import Weight
 from shardwright.models import moe
 from shardwright.optimizers.config import GroupConfig
 from shardwright.optimizers.rates import Update, updates_of
-from shardwright.run.checkpoint import named_leaves
-from shardwright.run.config import PipelineConfig
-from shardwright.run.stages import placement_of, stack_orders
-from shardwright.run.step import trace_step
+from shardwright.program.checkpoint import named_leaves
+from shardwright.program.config import PipelineConfig
+from shardwright.program.stages import placement_of, stack_orders
+from shardwright.program.step import trace_step
 from tests.support import tiny
 from tests.support.optax_truth import random_like
 from tests.support.recipes import changed, module_of

@@ -15,7 +15,7 @@ from shardlib.shardtypes import f32
 from shardwright.data.loader import DataConfig, make_loader
 from shardwright.modeling.model import load_model
 from shardwright.optimizers.rates import inputs_of_loss
-from shardwright.run.config import PipelineConfig
+from shardwright.program.config import PipelineConfig
 from shardwright.sampling.sampler import Sampler, Sampling
 from tests.support import dense, tiny
 from tests.support.recipes import ROOT, module_of

@@ -25,9 +25,9 @@ from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.models import delta, gpt2, mla
-from shardwright.run.checks import register_schema, to_config
-from shardwright.run.config import Config
-from shardwright.run.step import trace_step
+from shardwright.program.checks import register_schema, to_config
+from shardwright.program.config import Config
+from shardwright.program.step import trace_step
 from shardwright.settings.command_line import Program, read_overrides
 from shardwright.settings.settings import made
 from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig

@@ -21,10 +21,9 @@ FLOORS = [
     ("shardwright.models.family", "shardwright.models.gpt2"),
     ("shardwright.models",),
     ("shardwright.sampling", "shardwright.huggingface"),
-    ("shardwright.run.run",),
-    ("shardwright.run.listeners",),
-    ("shardwright.inspect",),
     ("shardwright.run",),
+    ("shardwright.inspect",),
+    ("shardwright.program",),
     ("shardwright.optimizers",),
     ("shardwright.modeling",),
     ("shardwright.cluster",),
@@ -53,9 +52,9 @@ BY_NAME = {
 }
 BY_NAME |= {
     "bench.throughput.peers.seqax_trainer",
-    "shardwright.run.trackers",
+    "shardwright.program.trackers",
     "shardwright.inspect.fresh",
-    "shardwright.run.spec",
+    "shardwright.program.spec",
     "shardwright.__main__",
     "shardwright.settings.starting",
 }

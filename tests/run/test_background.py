@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run.background import in_background, run_beside, wait_for
+from shardwright.program.background import in_background, run_beside, wait_for
 
 PATIENT = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
 
@@ -47,7 +47,7 @@ def test_programs_beside_the_training_find_its_packages(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with the one that started it")
 def test_it_dies_with_a_run_that_is_killed(folder):
-    starts = "from shardwright.run.background import run_beside; run_beside('a_patient_program')"
+    starts = "from shardwright.program.background import run_beside; run_beside('a_patient_program')"
     with subprocess.Popen(
         [sys.executable, "-c", starts], cwd=folder, env=os.environ | {"PYTHONPATH": ":".join(sys.path) + f":{folder}"}
     ) as run:
@@ -100,7 +100,7 @@ def test_a_wait_says_what_for_and_a_signal_ends_it(folder, capsys):
 
 def test_a_line_is_shown_before_the_wait_that_it_announces():
     """Also in a file, as of Slurm."""
-    program = "import os; from shardwright.run.printing import log; log('exporting'); os._exit(0)"
+    program = "import os; from shardwright.program.printing import log; log('exporting'); os._exit(0)"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     shown = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
     assert shown == "exporting\n"

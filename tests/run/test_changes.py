@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shardwright.run.changes import loader_at, settings_at
+from shardwright.program.changes import loader_at, settings_at
 from tests.support import tiny
 from tests.support.written_datasets import write
 

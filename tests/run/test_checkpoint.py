@@ -19,8 +19,8 @@ import zarr
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwright.run import checkpoint
-from shardwright.run.checkpoint import Checkpointer, Store
+from shardwright.program import checkpoint
+from shardwright.program.checkpoint import Checkpointer, Store
 from tests.support.full_disk import files_of_at_most
 from tests.support.processes import free_port
 
@@ -314,7 +314,7 @@ def run_processes(tmp_path, program):
         import jax, numpy as np
         jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=rank)
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from shardwright.run import checkpoint
+        from shardwright.program import checkpoint
         checkpoint.COMMIT_TIMEOUT_S = 20
         checkpointer = checkpoint.Checkpointer(sys.argv[3])
         mesh = jax.make_mesh((4, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
@@ -364,8 +364,8 @@ def test_replicas_write_each_chunk_once(tmp_path):
     outputs = run_processes(
         tmp_path,
         """
-        from shardwright.run import checkpoint
-        from shardwright.run.checkpoint import Store
+        from shardwright.program import checkpoint
+        from shardwright.program.checkpoint import Store
         checkpoint.SMALL_BYTES = 0
         mesh = jax.make_mesh((2, 4), ("r", "d"), axis_types=(AxisType.Explicit,) * 2)
         values[0, :3] = -0.0, np.nan, np.float32(1e-45)
@@ -406,8 +406,8 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
         """
         import resource
         from jax.experimental import multihost_utils
-        from shardwright.run import checkpoint
-        from shardwright.run.checkpoint import Store
+        from shardwright.program import checkpoint
+        from shardwright.program.checkpoint import Store
         checkpoint.SMALL_BYTES = 0
 
         def told(action):

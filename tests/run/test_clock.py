@@ -11,9 +11,9 @@ import pytest
 
 import train
 from shardwright.modeling.model import load_model
+from shardwright.program.step import schedule_step, trace_step
 from shardwright.run import clock, metrics
 from shardwright.run.clock import Stopwatch
-from shardwright.run.step import schedule_step, trace_step
 from shardwright.tools.replay.__main__ import Settings, replay
 from tests.support import tiny
 

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwright.inspect.examine import draw_step
-from shardwright.run import background
-from shardwright.run.compiling import compile_step, free_kept_memory, seconds_shown
+from shardwright.program import background
+from shardwright.program.compiling import compile_step, free_kept_memory, seconds_shown
 from tests.support.simulated import without_cache, xla_flags
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ STEP = """import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from shardwright.inspect.compiled.hlo import parse
-from shardwright.run.compiling import compile_step
+from shardwright.program.compiling import compile_step
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 hits = []

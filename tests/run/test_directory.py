@@ -11,10 +11,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from shardwright.run.best_effort import best_effort
-from shardwright.run.config import PathsConfig
-from shardwright.run.directory import check_place, locked, place, run_directory
-from shardwright.run.resume import checkpoints_of
+from shardwright.program.best_effort import best_effort
+from shardwright.program.config import PathsConfig
+from shardwright.program.directory import check_place, locked, place, run_directory
+from shardwright.program.resume import checkpoints_of
 
 quick = pytest.mark.quick
 

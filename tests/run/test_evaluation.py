@@ -12,8 +12,8 @@ import pytest
 
 from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import DataConfig, SourceConfig, StreamConfig, Text, make_loader
-from shardwright.run import evaluation
-from shardwright.run.evaluation import evaluate
+from shardwright.program import evaluation
+from shardwright.program.evaluation import evaluate
 from shardwright.run.run import Run
 from tests.support import tiny
 

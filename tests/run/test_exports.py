@@ -17,7 +17,8 @@ import pytest
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.run import background, export
+from shardwright.program import background
+from shardwright.run import export
 from tests.support import tiny
 from tests.support.exact_step import exact, train_on
 

@@ -13,8 +13,8 @@ from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.models import delta, family, moe
-from shardwright.run import flops
-from shardwright.run.flops import flops_of_model, peak_flops
+from shardwright.program import flops
+from shardwright.program.flops import flops_of_model, peak_flops
 from tests.support.shipped import load
 
 ROOT = Path(__file__).parents[2]

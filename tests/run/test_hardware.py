@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_dir
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.cluster.devices import check_chip, known_options, start_devices
 from shardwright.modeling.model import load_model
-from shardwright.run.checks import register_schema
-from shardwright.run.compiling import compile_step
+from shardwright.program.checks import register_schema
+from shardwright.program.compiling import compile_step
 from tests.support import tiny
 from tests.support.simulated import without_cache
 from train import make_evaluation_step

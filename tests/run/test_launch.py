@@ -12,8 +12,8 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from shardwright.run.checks import register_schema, to_config
-from shardwright.run.config import Config
+from shardwright.program.checks import register_schema, to_config
+from shardwright.program.config import Config
 from shardwright.settings import exits
 
 ROOT = Path(__file__).parents[2]

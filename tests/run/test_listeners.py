@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import train
-from shardwright.run import background
+from shardwright.program import background
+from shardwright.program.resume import Validated, best_of
 from shardwright.run.listeners import Ending, Listener, Listeners, Report, Skips, Summary, Validation
 from shardwright.run.listeners import checkpoints as saving_module
 from shardwright.run.listeners import validation as validation_module
-from shardwright.run.resume import Validated, best_of
 from tests.support import tiny
 
 pytestmark = pytest.mark.quick

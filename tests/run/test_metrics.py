@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from shardlib.layers import LayerMetrics
+from shardwright.program.files import read_records
+from shardwright.program.flops import PeakFlops, Speed
 from shardwright.run.clock import Stopwatch
-from shardwright.run.files import read_records
-from shardwright.run.flops import PeakFlops, Speed
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.run import Run
 from tests.support.full_disk import files_of_at_most

@@ -9,7 +9,7 @@ import pytest
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.run import background
+from shardwright.program import background
 from shardwright.run import page as pages
 from shardwright.run.page import Page
 from shardwright.tools.report.reading import read_run

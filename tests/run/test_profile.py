@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardwright.inspect.examine import read_trace
-from shardwright.run.flops import PeakFlops, Speed
+from shardwright.program.flops import PeakFlops, Speed
 from shardwright.run.listeners import profile
 from shardwright.run.metrics import RunLog
 

@@ -18,10 +18,10 @@ import pytest
 
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
-from shardwright.run import provenance
-from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.config import PipelineConfig
-from shardwright.run.step import trace_step
+from shardwright.program import provenance
+from shardwright.program.checkpoint import Checkpointer
+from shardwright.program.config import PipelineConfig
+from shardwright.program.step import trace_step
 from shardwright.tools import checkpoint_to_huggingface
 from tests.support import tiny
 from tests.support.huggingface_models import settings
@@ -213,7 +213,7 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
 OWN = """
 import jax, mine
 from shardlib.places import shown_path
-from shardwright.run.provenance import own_modules
+from shardwright.program.provenance import own_modules
 print(own_modules() == [__import__("pathlib").Path(mine.__file__)], shown_path(jax.__file__))
 """
 

@@ -9,10 +9,10 @@ import pytest
 
 from shardwright.cluster.devices import make_mesh
 from shardwright.data.loader import TokenBatch, batch_of, check_skips
-from shardwright.run import checkpoint, skipping
-from shardwright.run.checkpoint import Checkpointer
+from shardwright.program import checkpoint, skipping
+from shardwright.program.checkpoint import Checkpointer
+from shardwright.program.skipping import SkippedSteps
 from shardwright.run.listeners import checkpoints
-from shardwright.run.skipping import SkippedSteps
 from tests.support import dense, exact_step, tiny
 from tests.support.exact_step import exact
 

@@ -10,9 +10,9 @@ import pytest
 
 import train
 from shardwright.modeling.model import load_model
+from shardwright.program.spec import load_spec
+from shardwright.program.step import trace_step
 from shardwright.run.run import Run
-from shardwright.run.spec import load_spec
-from shardwright.run.step import trace_step
 from tests.support import tiny
 from tests.support.own_model import imported
 from tests.support.recipes import ROOT, SOURCE, changed, module_of

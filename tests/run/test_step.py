@@ -9,8 +9,8 @@ import pytest
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.run.resume import fresh_state
-from shardwright.run.step import trace_step
+from shardwright.program.resume import fresh_state
+from shardwright.program.step import trace_step
 from tests.support import tiny
 
 

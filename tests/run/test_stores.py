@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardwright.data.untrusted import Damaged
-from shardwright.run.checkpoint import OWNER, Checkpointer, find_checkpoint
+from shardwright.program.checkpoint import OWNER, Checkpointer, find_checkpoint
 from tests.support.s3_server import Huge, S3Server
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardwright.data.untrusted import Damaged
-from shardwright.run.checkpoint import Checkpointer
+from shardwright.program.checkpoint import Checkpointer
 from shardwright.tools import checkpoint as tool
 from tests.support.signed_manifests import sign
 
@@ -89,8 +89,8 @@ def dangling(path):
 
 RESTORED = """
 import sys, jax.numpy as jnp
-from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.resume import choose_checkpoint
+from shardwright.program.checkpoint import Checkpointer
+from shardwright.program.resume import choose_checkpoint
 from shardwright.data.untrusted import Damaged
 for place in sys.argv[1:]:
     with Checkpointer(place) as checkpoints:

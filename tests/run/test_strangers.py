@@ -20,13 +20,13 @@ from rich.console import Console
 from shardwright.data.loader import StreamConfig
 from shardwright.modeling.model import is_shipped, load_model
 from shardwright.modeling.weights import shapes_of
-from shardwright.run.changes import steps_of, tokens_before
-from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.files import read_config
-from shardwright.run.mesh_choice import StagesChoice
-from shardwright.run.resume import open_run, read_weights
-from shardwright.run.saved_config import check_resumes, config_of, saved_config
-from shardwright.run.step import trace_step
+from shardwright.program.changes import steps_of, tokens_before
+from shardwright.program.checkpoint import Checkpointer
+from shardwright.program.files import read_config
+from shardwright.program.mesh_choice import StagesChoice
+from shardwright.program.resume import open_run, read_weights
+from shardwright.program.saved_config import check_resumes, config_of, saved_config
+from shardwright.program.step import trace_step
 from shardwright.settings.settings import made
 from shardwright.tools import checkpoint_to_huggingface, evaluate
 from shardwright.tools.generate import MeshChoice, Settings, generate

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run import trackers
-from shardwright.run.trackers import TrackersConfig, check_installed, check_trackers, numbers, tracked
+from shardwright.program import trackers
+from shardwright.program.trackers import TrackersConfig, check_installed, check_trackers, numbers, tracked
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,7 +104,7 @@ READ = {"tensorboard": of_tensorboard, "wandb": of_wandb, "clearml": of_clearml}
 START = """
 import json, sys
 from pathlib import Path
-from shardwright.run.trackers import TrackersConfig, tracked
+from shardwright.program.trackers import TrackersConfig, tracked
 name, directory, start, lines = json.loads(sys.argv[1])
 with tracked(TrackersConfig([name], "ours"), Path(directory), "tiny", start, {"model": {"layers": 2}}) as send:
     for line in lines:

@@ -11,7 +11,7 @@ import train
 from shardlib import shardops
 from shardlib.parsing import ShardError
 from shardwright.modeling.masks import AttentionMask
-from shardwright.run.step import trace_step
+from shardwright.program.step import trace_step
 from shardwright.sampling import cache
 from shardwright.sampling.sampler import Sampler, Sampling
 from tests.support import dense, tiny

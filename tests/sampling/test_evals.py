@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import train
-from shardwright.run.checks import check_config
+from shardwright.program.checks import check_config
 from shardwright.sampling import harness
 from tests.support import tiny
 

@@ -11,7 +11,7 @@ import pytest
 import train
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import f32, i32, u32
-from shardwright.run.step import trace_step
+from shardwright.program.step import trace_step
 from shardwright.sampling import sampler as sampler_module
 from shardwright.sampling.sampler import Sampler, Sampling, choose, gumbel_noise, lowest_kept
 from tests.support import tiny

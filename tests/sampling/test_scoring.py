@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import train
-from shardwright.run.step import trace_step
+from shardwright.program.step import trace_step
 from shardwright.sampling import scoring
 from shardwright.sampling.scoring import POSITIONS, Scorer, log_likelihoods, pieces
 from tests.support import rule_models, tiny

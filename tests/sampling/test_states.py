@@ -15,7 +15,7 @@ from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
-from shardwright.run.step import trace_step
+from shardwright.program.step import trace_step
 from shardwright.sampling import cache
 from shardwright.sampling import sampler as sampler_module
 from shardwright.sampling.sampler import Sampler, Sampling

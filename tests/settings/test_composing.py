@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from shardwright.program.changes import config_at
+from shardwright.program.checks import register_schema
+from shardwright.program.config import Config
+from shardwright.program.resume import CheckpointChoice
 from shardwright.run import launch
-from shardwright.run.changes import config_at
-from shardwright.run.checks import register_schema
-from shardwright.run.config import Config
 from shardwright.run.launch import CONFIGS
-from shardwright.run.resume import CheckpointChoice
 from shardwright.settings.command_line import Program, parse
 from shardwright.settings.output import as_installed, override
 from shardwright.settings.program import FULL_ERROR, start

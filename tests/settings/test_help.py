@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run import trackers
+from shardwright.program import trackers
 from shardwright.settings import program
 from shardwright.settings.program import refusal
 

@@ -27,10 +27,10 @@ PARTS = {
     },
     "Checks in tests": {"shardwright.testing": "assert_sound", "shardlib.exact": "check same differences reference"},
     "Training programs, data and trackers": {
-        "shardwright.run.spec": "StepSpec",
+        "shardwright.program.spec": "StepSpec",
         "shardwright.data.loader": "make_loader TokenBatch Loader.rows.sequences.load.state.documents",
         "shardwright.huggingface": "Names",
-        "shardwright.run.trackers": "Facts Opened",
+        "shardwright.program.trackers": "Facts Opened",
     },
 }
 """Functions and classes by module, and the methods that users call."""

@@ -5,7 +5,7 @@ import stat
 import threading
 from pathlib import Path
 
-from shardwright.run.checkpoint import MANIFEST, Store
+from shardwright.program.checkpoint import MANIFEST, Store
 
 OPERATIONS = ("open", "write", "fsync", "ftruncate", "mkdir", "rename", "replace", "unlink", "rmdir")
 """Functions of `os` that files are written by, also from pathlib and shutil.

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardwright.inspect.soundness import examine
 from shardwright.modeling.model import load_model
-from shardwright.run.step import NAMES, Step, trace_step
+from shardwright.program.step import NAMES, Step, trace_step
 from shardwright.tools.verify import small
 from tests.support.recipes import ROOT, train_with
 from tests.support.shipped import load

@@ -19,7 +19,8 @@ import pytest
 import train
 from shardlib.shardtypes import Array, f32, make_shardings, pytree_dataclass
 from shardwright.modeling.weights import Weight, shapes_of
-from shardwright.run import changes, run, step
+from shardwright.program import changes, step
+from shardwright.run import run
 from shardwright.run.listeners import Checkpoints, Listener, Skips, checkpoints
 from tests.support import tiny
 

@@ -10,7 +10,7 @@ from shardlib.shardtypes import Scope, f32
 from shardwright.modeling.masks import CAUSAL
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
-from shardwright.run.config import Config
+from shardwright.program.config import Config
 from tests.support import tiny
 
 

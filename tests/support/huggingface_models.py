@@ -11,8 +11,8 @@ from shardlib.shardtypes import f32
 from shardwright.data.loader import TokenBatch
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
-from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.resume import open_run
+from shardwright.program.checkpoint import Checkpointer
+from shardwright.program.resume import open_run
 from shardwright.tools import checkpoint_to_huggingface, huggingface_to_checkpoint
 from tests.support import tiny
 

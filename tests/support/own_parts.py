@@ -7,7 +7,7 @@ import json
 import jax
 
 import train
-from shardwright.run.trackers import Opened
+from shardwright.program.trackers import Opened
 
 SGD = "tests.support.own_parts:sgd"
 

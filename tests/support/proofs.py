@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from shardwright.inspect import soundness
-from shardwright.run.step import NAMES, Step
+from shardwright.program.step import NAMES, Step
 
 
 def found_soon(step: Step, is_shown: Callable[[str], bool]) -> str:

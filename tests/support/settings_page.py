@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from omegaconf import MISSING
 
 from shardwright.modeling.settings import ModelConfig
-from shardwright.run.config import Config
+from shardwright.program.config import Config
 from shardwright.settings.settings import Setting, is_section, settings_of, shown_value, words_for
 
 MODELS = ("family", "moe", "mla", "delta", "gpt2")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardwright.run.config import Config
+from shardwright.program.config import Config
 from shardwright.run.launch import composed
 
 CONFIGS = Path(__file__).parents[2] / "configs"

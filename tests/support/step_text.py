@@ -9,7 +9,7 @@ import numpy as np
 from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.compiled.table import CompiledStep
-from shardwright.run.compiling import with_mesh
+from shardwright.program.compiling import with_mesh
 from tests.support import tiny
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")

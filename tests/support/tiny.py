@@ -21,8 +21,8 @@ from shardwright.modeling.settings import ModelConfig
 from shardwright.modeling.weights import initialize
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import updates_of
-from shardwright.run.config import Config, PathsConfig, TrainingConfig
-from shardwright.run.step import Step, trace_step
+from shardwright.program.config import Config, PathsConfig, TrainingConfig
+from shardwright.program.step import Step, trace_step
 
 MESHES = ("one device", "d=8", "t=8", "d=4 t=2", "r=2 d=2 t=2")
 BATCH, LENGTH = 8, 16

@@ -14,7 +14,7 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.models import gpt2
 from shardwright.optimizers.config import OptimizerConfig
-from shardwright.run.config import Config, PathsConfig, PipelineConfig, TrainingConfig
+from shardwright.program.config import Config, PathsConfig, PipelineConfig, TrainingConfig
 from tests.support.recipes import train_with
 
 NAME = "mutated_train"

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from shardwright.run.checkpoint import Checkpointer
+from shardwright.program.checkpoint import Checkpointer
 from shardwright.tools.checkpoint import Settings, run
 
 

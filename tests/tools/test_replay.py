@@ -16,7 +16,7 @@ from shardwright.cluster.config import MeshConfig
 from shardwright.cluster.devices import make_mesh
 from shardwright.data.flat_tokens import Writer
 from shardwright.modeling.model import load_model
-from shardwright.run.stages import placement_of
+from shardwright.program.stages import placement_of
 from shardwright.tools.replay import __main__ as program
 from shardwright.tools.replay.__main__ import Settings, compare_with_log, plain, replay
 from shardwright.tools.replay.documents import token_losses

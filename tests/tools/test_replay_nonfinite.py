@@ -11,8 +11,8 @@ import pytest
 from shardwright.cluster.devices import make_mesh
 from shardwright.inspect.statistics.collect import StepWithoutStages
 from shardwright.modeling.model import load_model
-from shardwright.run.stages import placement_of
-from shardwright.run.step import trace_step
+from shardwright.program.stages import placement_of
+from shardwright.program.step import trace_step
 from shardwright.tools.replay import nonfinite
 from tests.support import tiny
 from tests.support.recipes import line_of

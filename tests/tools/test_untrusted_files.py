@@ -18,8 +18,8 @@ from shardwright.data.loader import DataConfig
 from shardwright.data.text import definitions
 from shardwright.data.text.tokenizers import open_tokenizer, tokenizer_of_run
 from shardwright.data.untrusted import MEMORY, check_types, read_file, read_object, refused
-from shardwright.run.files import read_config
-from shardwright.run.resume import trusted_options
+from shardwright.program.files import read_config
+from shardwright.program.resume import trusted_options
 from shardwright.tools import huggingface_to_checkpoint, inspect_data
 from shardwright.tools.generate import Settings, read_prompts
 from tests.support import tiny

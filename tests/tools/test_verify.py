@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardwright.cluster.config import MeshConfig
-from shardwright.run.config import PipelineConfig
+from shardwright.program.config import PipelineConfig
 from shardwright.tools.verify import ONE_DEVICE, all_meshes, error_of, on_host, small
 from tests.support import tiny
 from tests.support.verifying import ROOT, verify

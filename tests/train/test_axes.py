@@ -9,7 +9,7 @@ from shardlib.axes import AXIS_ORDER
 from shardlib.shardtypes import ShardError, i32, typed_shard_map
 from shardwright.axes import AXES
 from shardwright.cluster.config import MeshConfig
-from shardwright.run.config import check_divides
+from shardwright.program.config import check_divides
 from tests.support import tiny
 
 

@@ -20,10 +20,10 @@ from shardwright.data.loader import TokenBatch
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.optimizers.config import GroupConfig
-from shardwright.run.checkpoint import Checkpointer, named_leaves
-from shardwright.run.config import PipelineConfig
-from shardwright.run.resume import fresh_state
-from shardwright.run.step import trace_step
+from shardwright.program.checkpoint import Checkpointer, named_leaves
+from shardwright.program.config import PipelineConfig
+from shardwright.program.resume import fresh_state
+from shardwright.program.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling
 from tests.support import dense, tiny
 from tests.support.huggingface_models import COMPARES, export, read, to_run

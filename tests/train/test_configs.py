@@ -12,8 +12,8 @@ import yaml
 from shardwright.data.loader import DataConfig, StreamConfig
 from shardwright.modeling.model import load_model, module_of
 from shardwright.modeling.weights import shapes_of
-from shardwright.run.differences import config_differences
-from shardwright.run.saved_config import fixed_settings, with_defaults
+from shardwright.program.differences import config_differences
+from shardwright.program.saved_config import fixed_settings, with_defaults
 from tests.support import tiny
 from tests.support.shipped import CONFIGS, RUNS, load
 

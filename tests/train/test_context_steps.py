@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, AxisType
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling import attention_calls, attention_paths
 from shardwright.modeling.model import load_model
-from shardwright.run.step import trace_step
+from shardwright.program.step import trace_step
 from shardwright.tools.verify import ONE_DEVICE
 from tests.support import tiny
 

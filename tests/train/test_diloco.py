@@ -17,8 +17,8 @@ from shardwright.cluster.devices import explicit_mesh
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.soundness import examine
 from shardwright.modeling.model import load_model
-from shardwright.run.config import PipelineConfig
-from shardwright.run.step import trace_step
+from shardwright.program.config import PipelineConfig
+from shardwright.program.step import trace_step
 from tests.models.test_experts import small
 from tests.support import tiny
 from tests.support.recipes import changed, module_of

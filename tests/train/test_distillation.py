@@ -16,8 +16,8 @@ from shardwright.data import flat_tokens
 from shardwright.data.loader import DataConfig, make_loader
 from shardwright.modeling.model import load_model
 from shardwright.optimizers.rates import inputs_of_loss
-from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.config import PipelineConfig
+from shardwright.program.checkpoint import Checkpointer
+from shardwright.program.config import PipelineConfig
 from tests.support import dense, recipes, tiny
 
 assert recipes.RECIPES  # importing it makes the programs of docs/recipes importable

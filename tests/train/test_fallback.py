@@ -10,10 +10,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from shardwright.run import resume
-from shardwright.run.checkpoint import Checkpointer, find_checkpoint
-from shardwright.run.resume import choose_checkpoint
-from shardwright.run.saved_config import check_resumes
+from shardwright.program import resume
+from shardwright.program.checkpoint import Checkpointer, find_checkpoint
+from shardwright.program.resume import choose_checkpoint
+from shardwright.program.saved_config import check_resumes
 from tests.support import exact_step, tiny
 from tests.support.exact_step import exact
 from tests.support.losses_of_runs import losses

@@ -5,7 +5,7 @@ import pytest
 
 from shardlib.shardtypes import ShardError
 from shardwright.modeling.model import load_model
-from shardwright.run.step import trace_step
+from shardwright.program.step import trace_step
 from tests.support import tiny
 from tests.support.recipes import SOURCE, module_of
 

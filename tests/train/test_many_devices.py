@@ -9,9 +9,9 @@ from shardwright.axes import axes_of_mesh
 from shardwright.cluster.devices import explicit_mesh
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
-from shardwright.run.config import check_divides
+from shardwright.program.config import check_divides
+from shardwright.program.step import trace_step
 from shardwright.run.launch import composed
-from shardwright.run.step import trace_step
 
 MESHES = {
     "gpt2_124m": {"r": 4, "d": 256},

@@ -25,7 +25,7 @@ from tests.support.recipes import ROOT, SOURCE
 from tests.support.traced_steps import CONFIGS, Program, program
 from tests.support.verifying import verify
 
-STAGES = "shardwright/run/stages.py"
+STAGES = "shardwright/program/stages.py"
 
 
 def verify_only(mutant: Mutant) -> bool:

@@ -9,8 +9,8 @@ import pytest
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.run.checkpoint import find_checkpoint
-from shardwright.run.saved_config import config_of
+from shardwright.program.checkpoint import find_checkpoint
+from shardwright.program.saved_config import config_of
 from tests.support import tiny
 from tests.support.losses_of_runs import losses
 

@@ -19,8 +19,8 @@ from shardlib import products
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import Weight
 from shardwright.optimizers.config import OptimizerConfig
-from shardwright.run.config import PipelineConfig
-from shardwright.run.stages import placement_of
+from shardwright.program.config import PipelineConfig
+from shardwright.program.stages import placement_of
 from tests.support import dense, rule_models, tiny
 from tests.support.transformers_models import Truth, truth_of
 

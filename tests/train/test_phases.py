@@ -15,9 +15,9 @@ import train
 from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import SourceConfig
 from shardwright.modeling.model import load_model
-from shardwright.run.changes import loader_at, steps_of, tokens_before
-from shardwright.run.checks import check_config
-from shardwright.run.saved_config import check_resumes, saved_config
+from shardwright.program.changes import loader_at, steps_of, tokens_before
+from shardwright.program.checks import check_config
+from shardwright.program.saved_config import check_resumes, saved_config
 from tests.support import tiny
 from tests.support.exact_step import exact, train_on
 from tests.support.losses_of_runs import losses

@@ -26,8 +26,8 @@ from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
 from shardwright.models import gpt2
-from shardwright.run.config import Config, PipelineConfig
-from shardwright.run.stages import placement_of, training_table
+from shardwright.program.config import Config, PipelineConfig
+from shardwright.program.stages import placement_of, training_table
 from tests.support import tiny
 
 STAGES = "p=2 t=2"

@@ -11,9 +11,9 @@ import train
 from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import make_shardings
 from shardwright.modeling.model import load_model
-from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.config import Config, PipelineConfig
-from shardwright.run.stages import describe_stages, folded_mesh, placement_of, stack_orders, without_stages
+from shardwright.program.checkpoint import Checkpointer
+from shardwright.program.config import Config, PipelineConfig
+from shardwright.program.stages import describe_stages, folded_mesh, placement_of, stack_orders, without_stages
 from tests.support import tiny
 from tests.support.processes import Run
 

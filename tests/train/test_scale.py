@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType
 import train
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import check_table
-from shardwright.run.config import Config, check_divides
-from shardwright.run.step import open_steps
+from shardwright.program.config import Config, check_divides
+from shardwright.program.step import open_steps
 from tests.support.shipped import RUNS
 from tests.support.shipped import load as load_now
 

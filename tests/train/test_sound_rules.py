@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from shardwright.modeling.model import load_model
-from shardwright.run.step import trace_step
+from shardwright.program.step import trace_step
 from tests.support import tiny
 from tests.support.proofs import found_soon
 from tests.support.recipes import SOURCE

@@ -11,8 +11,8 @@ import train
 from shardwright.inspect.soundness import examine, find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.optimizers import rates
-from shardwright.run.config import PipelineConfig
-from shardwright.run.step import Step, trace_step
+from shardwright.program.config import PipelineConfig
+from shardwright.program.step import Step, trace_step
 from tests.support import tiny
 from tests.support.edits import Change
 from tests.support.recipes import ROOT, SOURCE, module_of, train_with

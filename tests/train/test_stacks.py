@@ -30,8 +30,8 @@ from shardwright.inspect.statistics.origin import Finder
 from shardwright.modeling.model import load_model
 from shardwright.models import moe
 from shardwright.optimizers.scales import scales_of
-from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.stages import placement_of
+from shardwright.program.checkpoint import Checkpointer
+from shardwright.program.stages import placement_of
 from tests.support import dense, tiny
 from tests.support.own_model import MINE, SIZES, changed, imported
 from tests.support.proofs import found_soon

@@ -18,7 +18,7 @@ from shardwright.cluster.devices import make_mesh
 from shardwright.data.loader import TokenBatch
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
-from shardwright.run.config import check_divides
+from shardwright.program.config import check_divides
 from shardwright.run.metrics import RunLog
 from tests.support import tiny
 from tests.support.losses_of_runs import losses

@@ -30,9 +30,9 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.models import gpt2
 from shardwright.optimizers.config import OptimizerConfig
-from shardwright.run.checks import check_config
-from shardwright.run.config import Config, PathsConfig, PipelineConfig, TrainingConfig
-from shardwright.run.flops import flops_of_model
+from shardwright.program.checks import check_config
+from shardwright.program.config import Config, PathsConfig, PipelineConfig, TrainingConfig
+from shardwright.program.flops import flops_of_model
 
 COLUMNS = (
     *("id", "source", "model", "chips", "mesh", "sequences_per_data_shard", "accumulation", "seq_len", "precision"),

@@ -13,9 +13,10 @@ from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import known_options, make_mesh, start_devices
 from shardwright.data.loader import TokenBatch, in_microbatches
 from shardwright.modeling.model import load_model
-from shardwright.run import compiling, config, launch
-from shardwright.run.spec import load_spec
-from shardwright.run.step import trace_step
+from shardwright.program import compiling, config
+from shardwright.program.spec import load_spec
+from shardwright.program.step import trace_step
+from shardwright.run import launch
 
 
 def overrides(sections: dict[str, dict[str, Any]]) -> list[str]:

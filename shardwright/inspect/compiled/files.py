@@ -11,7 +11,7 @@ from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.picture import draw
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.compiled.table import CompiledStep
-from shardwright.run.files import write_json, write_whole
+from shardwright.program.files import write_json, write_whole
 
 _MOST_BYTES = 2**30
 """Largest size of an HLO text."""

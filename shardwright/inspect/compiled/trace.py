@@ -26,7 +26,7 @@ from shardwright.inspect.compiled.files import read_step
 from shardwright.inspect.compiled.table import CompiledStep
 from shardwright.inspect.operation import WITHOUT_LINE
 from shardwright.inspect.tables import align, fit
-from shardwright.run.files import write_json
+from shardwright.program.files import write_json
 
 LINES = "profile_by_line.json"
 """Name of the file next to the trace with the time by source line."""

@@ -18,9 +18,9 @@ from shardwright.data.loader import TokenBatch
 from shardwright.inspect.statistics.rerun import Path, Point, Rerun, gradient_paths, saved_points
 from shardwright.modeling import fp8
 from shardwright.modeling.weights import is_in_stack
-from shardwright.run.config import check_divides
-from shardwright.run.stages import folded_mesh, without_stages
-from shardwright.run.step import Step
+from shardwright.program.config import check_divides
+from shardwright.program.stages import folded_mesh, without_stages
+from shardwright.program.step import Step
 
 NAMES = ("rms", "max", "zeros", "bf16", "fp8")
 """Root mean square; largest magnitude; share of zeros; shares of the other entries that bf16 rounds to zero, and that

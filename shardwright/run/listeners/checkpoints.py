@@ -8,17 +8,17 @@ from typing import Any
 import jax
 
 from shardwright.cluster.watch import pause
-from shardwright.run.changes import config_at, firsts
-from shardwright.run.checkpoint import directory_of
+from shardwright.program.changes import config_at, firsts
+from shardwright.program.checkpoint import directory_of
+from shardwright.program.printing import log
+from shardwright.program.processes import in_all_processes
+from shardwright.program.resume import Validated
+from shardwright.program.skipping import are_finite, check_finite
+from shardwright.program.stages import stack_orders
 from shardwright.run.export import Exports
 from shardwright.run.listeners.listener import Ending, Listener, Training
 from shardwright.run.listeners.standard import Skips, replay_of
 from shardwright.run.listeners.validation import Validation
-from shardwright.run.printing import log
-from shardwright.run.processes import in_all_processes
-from shardwright.run.resume import Validated
-from shardwright.run.skipping import are_finite, check_finite
-from shardwright.run.stages import stack_orders
 
 MAX_FAILED = 3
 """Consecutive failed saves after which the run ends."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from shardwright.run.best_effort import in_a_line
+from shardwright.program.best_effort import in_a_line
 
 L = TypeVar("L", bound="Listener")
 

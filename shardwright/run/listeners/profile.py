@@ -9,10 +9,10 @@ import jax
 
 from shardwright.cluster.watch import pause
 from shardwright.inspect import examine
-from shardwright.run.background import FAILURES, Task, in_background, wait_for
-from shardwright.run.directory import TRACE, remove_older
+from shardwright.program.background import FAILURES, Task, in_background, wait_for
+from shardwright.program.directory import TRACE, remove_older
+from shardwright.program.printing import log
 from shardwright.run.listeners.listener import Ending, Listener, Training
-from shardwright.run.printing import log
 from shardwright.settings.output import say
 
 MODULE = "jit_training_step"

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 
 from shardwright.inspect import examine
-from shardwright.run.background import Task, in_background, wait_for
-from shardwright.run.files import duration, end_of, read_records
+from shardwright.program.background import Task, in_background, wait_for
+from shardwright.program.files import duration, end_of, read_records
+from shardwright.program.printing import log
+from shardwright.program.skipping import SkippedSteps, described_documents
 from shardwright.run.listeners.listener import Ending, Listener, Training
 from shardwright.run.listeners.validation import Validation
 from shardwright.run.memory import peak_memory
 from shardwright.run.page import Page
-from shardwright.run.printing import log
-from shardwright.run.skipping import SkippedSteps, described_documents
 from shardwright.settings.output import override
 
 DRAWN_AFTER = 6

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from shardwright.run.best_effort import in_a_line
-from shardwright.run.evaluation import evaluate
+from shardwright.program.best_effort import in_a_line
+from shardwright.program.evaluation import evaluate
+from shardwright.program.resume import Validated
 from shardwright.run.listeners.listener import Listener, Training
-from shardwright.run.resume import Validated
 
 
 class Validation(Listener):

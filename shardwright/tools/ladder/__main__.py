@@ -10,7 +10,7 @@ activations or gradients depend on the size. docs/ladder.md explains the output.
 import dataclasses
 import sys
 
-from shardwright.run.config import Config
+from shardwright.program.config import Config
 from shardwright.run.launch import start_with_section
 from shardwright.tools.ladder.coordinates import LadderConfig, check_coordinates
 from shardwright.tools.ladder.scales import show_scales

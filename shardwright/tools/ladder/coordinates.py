@@ -20,11 +20,11 @@ from shardwright.jax_extra import SAVED
 from shardwright.modeling.model import LOGITS as LOGITS_OF_MODEL
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.optimizers.rates import updates_of
-from shardwright.run.changes import loader_at
-from shardwright.run.checks import check_config
-from shardwright.run.config import Config, check_divides
-from shardwright.run.stages import placement_of
-from shardwright.run.step import trace_step
+from shardwright.program.changes import loader_at
+from shardwright.program.checks import check_config
+from shardwright.program.config import Config, check_divides
+from shardwright.program.stages import placement_of
+from shardwright.program.step import trace_step
 from shardwright.settings.output import say
 from shardwright.tools.report.screen import print_table
 

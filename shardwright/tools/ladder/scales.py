@@ -6,8 +6,8 @@ from rich.console import Console
 from shardwright.modeling.model import load_model
 from shardwright.optimizers.rates import updates_of
 from shardwright.optimizers.scales import initial_table
-from shardwright.run.config import Config
-from shardwright.run.spec import load_spec
+from shardwright.program.config import Config
+from shardwright.program.spec import load_spec
 from shardwright.tools.report.screen import print_table
 
 

@@ -22,8 +22,8 @@ from shardwright.axes import AXES
 from shardwright.cluster.chips import chip_of
 from shardwright.data.checks import a_path
 from shardwright.inspect.planning import Change, advice, mesh_sizes, planned_change
-from shardwright.run.config import Config
-from shardwright.run.files import write_json
+from shardwright.program.config import Config
+from shardwright.program.files import write_json
 from shardwright.run.launch import start_with_section
 from shardwright.settings.output import say
 from shardwright.tools.plan.compare import compared, differing

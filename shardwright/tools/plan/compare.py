@@ -21,7 +21,7 @@ from shardwright.inspect.planning import (
     with_settings,
 )
 from shardwright.inspect.tables import align, fit, in_bytes, in_seconds
-from shardwright.run.config import Config
+from shardwright.program.config import Config
 
 STAGES, SHARDS = (1, 2, 4, 8), (1, 2, 4, 8)
 """Sizes of p and of t that are compared."""

@@ -9,7 +9,7 @@ from shardwright.axes import mesh_text
 from shardwright.inspect.operation import WITHOUT_LINE, Operation
 from shardwright.inspect.plan.plan import Plan
 from shardwright.inspect.tables import Table, digits, fit, in_bytes, in_numbers, in_seconds, text_of
-from shardwright.run.files import duration
+from shardwright.program.files import duration
 
 GIB = 2**30
 WHOLE = ("weights", "optimizer", "batch")

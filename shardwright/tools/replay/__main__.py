@@ -19,9 +19,9 @@ from omegaconf import MISSING
 from rich.console import Console
 
 from shardwright.data.checks import a_path
-from shardwright.run.files import write_whole
-from shardwright.run.mesh_choice import StagesChoice
-from shardwright.run.skipping import are_finite
+from shardwright.program.files import write_whole
+from shardwright.program.mesh_choice import StagesChoice
+from shardwright.program.skipping import are_finite
 from shardwright.settings.program import run_program
 from shardwright.tools.replay import show
 from shardwright.tools.replay.documents import documents_of, on_host, token_losses, tokenizer_of, with_losses

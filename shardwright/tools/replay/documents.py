@@ -15,8 +15,8 @@ from shardwright.data.loader import Piece, TokenBatch
 from shardwright.data.text.tokenizers import Tokenizer, tokenizer_of_run
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import compute_scope
-from shardwright.run.spec import load_spec
-from shardwright.run.stages import folded_mesh, without_stages
+from shardwright.program.spec import load_spec
+from shardwright.program.stages import folded_mesh, without_stages
 from shardwright.tools.replay.session import Session
 
 

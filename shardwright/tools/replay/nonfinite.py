@@ -9,7 +9,7 @@ import numpy as np
 from shardwright.data.loader import TokenBatch
 from shardwright.inspect.statistics.origin import Finder, Origin
 from shardwright.modeling.weights import stacks_of
-from shardwright.run.checkpoint import named_leaves
+from shardwright.program.checkpoint import named_leaves
 from shardwright.tools.replay.session import Session
 
 METRICS = 2

@@ -15,18 +15,18 @@ from shardwright.data.untrusted import number, read_object, shown
 from shardwright.inspect.soundness import check_steps
 from shardwright.inspect.statistics.collect import StepWithoutStages
 from shardwright.modeling.model import inputs_of, load_model
-from shardwright.run.changes import config_at, firsts, loader_at
-from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.config import Config as RunConfig
-from shardwright.run.differences import flat
-from shardwright.run.files import read_config, read_records
-from shardwright.run.mesh_choice import StagesChoice, mesh_for
-from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.resume import fresh_state, read_state, trusted_options
-from shardwright.run.saved_config import config_of, saved_config
-from shardwright.run.spec import load_spec
-from shardwright.run.stages import placement_of
-from shardwright.run.step import schedule_step, trace_step
+from shardwright.program.changes import config_at, firsts, loader_at
+from shardwright.program.checkpoint import Checkpointer
+from shardwright.program.config import Config as RunConfig
+from shardwright.program.differences import flat
+from shardwright.program.files import read_config, read_records
+from shardwright.program.mesh_choice import StagesChoice, mesh_for
+from shardwright.program.provenance import compare_source, provenance_of
+from shardwright.program.resume import fresh_state, read_state, trusted_options
+from shardwright.program.saved_config import config_of, saved_config
+from shardwright.program.spec import load_spec
+from shardwright.program.stages import placement_of
+from shardwright.program.step import schedule_step, trace_step
 
 Write = Callable[[str], None]
 

@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shardwright.data.checks import a_path
-from shardwright.run.files import REPORT, write_whole
+from shardwright.program.files import REPORT, write_whole
 from shardwright.settings.program import run_program
 from shardwright.tools.report.comparing import Comparison, compare_runs
 from shardwright.tools.report.page import page

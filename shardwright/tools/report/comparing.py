@@ -9,7 +9,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from shardwright.inspect.tables import in_bytes, in_numbers
-from shardwright.run.files import REPORT, duration
+from shardwright.program.files import REPORT, duration
 from shardwright.tools.report.pairs import Pairs
 from shardwright.tools.report.reading import Run, differing_names
 

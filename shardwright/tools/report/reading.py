@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardwright.data.untrusted import number, read_object
-from shardwright.run.differences import differing, flat
-from shardwright.run.files import LOCK, OF_A_STEP, end_of, read_config, read_records
+from shardwright.program.differences import differing, flat
+from shardwright.program.files import LOCK, OF_A_STEP, end_of, read_config, read_records
 
 Curve = np.ndarray
 """A number for each step, f64; NaN if unknown. (Importing jaxtyping would take a third of the time of a page.)"""

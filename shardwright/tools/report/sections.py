@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardwright.inspect.statistics.tables import tables_of
-from shardwright.run.files import duration
+from shardwright.program.files import duration
 from shardwright.tools.report.comparing import METRICS, Comparison
 from shardwright.tools.report.lines import step_by_line
 from shardwright.tools.report.pairs import Pairs, key, shown

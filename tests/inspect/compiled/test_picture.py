@@ -6,7 +6,7 @@ import pytest
 
 from shardwright.inspect.compiled.files import show
 from shardwright.inspect.compiled.picture import draw
-from shardwright.run.compiling import with_mesh
+from shardwright.program.compiling import with_mesh
 from tests.support import step_text, tiny
 from tests.support.hlo_texts import TEXT
 from tests.support.step_text import table_of

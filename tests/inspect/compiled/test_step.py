@@ -15,7 +15,7 @@ from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.compiled.table import CompiledStep, read_table
 from shardwright.models import gpt2
-from shardwright.run.files import write_json
+from shardwright.program.files import write_json
 from tests.support import step_text, tiny
 from tests.support.hlo_texts import TEXT
 from tests.support.step_text import table_of
@@ -261,7 +261,7 @@ WHOLE, STAGES = {"r": 2, "d": 2, "t": 2}, {"r": 1, "d": 2, "t": 2, "p": 2}
     ],
 )
 def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatches, gather):
-    """But what stages send to each other, and how they share the loss, which shardwright/run/stages.py has."""
+    """But what stages send to each other, and how they share the loss, which shardwright/program/stages.py has."""
     sizes = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=4, heads=4, bos_id=0)
     c = tiny.config(
         sizes if model == "gpt2" else tiny.model(layers=4), microbatches=microbatches, gather_weights=gather
@@ -271,7 +271,7 @@ def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatch
     files = step_text.files_of_collectives(
         c, make_mesh(jax.devices(), r=mesh["r"], d=mesh["d"], t=mesh["t"], p=mesh.get("p", 1))
     )
-    assert files.pop("shardwright/run/stages.py", set()) == ({"p"} if "p" in mesh else set())
+    assert files.pop("shardwright/program/stages.py", set()) == ({"p"} if "p" in mesh else set())
     gathers_ahead = ["shardwright/modeling/forward.py"] if gather == "step" else []
     assert set(files) == {
         "train.py",

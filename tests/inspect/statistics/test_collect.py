@@ -17,8 +17,8 @@ from shardwright.inspect.statistics.collect import RunStatistics, Statistics, fi
 from shardwright.inspect.statistics.rerun import saved_points
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.model import load_model
-from shardwright.run.stages import placement_of
-from shardwright.run.step import Step, trace_step
+from shardwright.program.stages import placement_of
+from shardwright.program.step import Step, trace_step
 from tests.support import dense, tiny
 from tests.support.recipes import SOURCE, line_of, module_of
 

@@ -27,7 +27,7 @@ from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import LanguageModel, period_of
 from shardwright.modeling.weights import are_stacks, initialize, is_stack
 from shardwright.optimizers.scales import initial_table
-from shardwright.run.config import Config, check_divides
+from shardwright.program.config import Config, check_divides
 
 
 def has_stages() -> bool:

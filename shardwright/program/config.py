@@ -24,7 +24,7 @@ from shardwright.modeling.attention_paths import PATHS
 from shardwright.modeling.context import STRATEGIES
 from shardwright.modeling.model import COMPUTE_DTYPES, load_model
 from shardwright.optimizers.config import OptimizerConfig
-from shardwright.run.trackers import TrackersConfig
+from shardwright.program.trackers import TrackersConfig
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.data.loader import Loader
-from shardwright.run.checkpoint import named_leaves
+from shardwright.program.checkpoint import named_leaves
 from shardwright.settings.output import listed
 
 SMALLER_RATE = (

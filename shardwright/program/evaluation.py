@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwright.cluster.watch import pause
 from shardwright.data.loader import Text
-from shardwright.run.processes import gathered, in_all_processes, in_any_process
+from shardwright.program.processes import gathered, in_all_processes, in_any_process
 
 
 def _sum_over_processes(count: int) -> int:

@@ -24,9 +24,9 @@ from shardwright.modeling.forward import Forward
 from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of, load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.optimizers.rates import inputs_of_loss
-from shardwright.run.changes import config_at, firsts
-from shardwright.run.config import Config, check_divides
-from shardwright.run.spec import StepSpec, load_spec
+from shardwright.program.changes import config_at, firsts
+from shardwright.program.config import Config, check_divides
+from shardwright.program.spec import StepSpec, load_spec
 
 NAMES = "training", "evaluation", "start"
 """Programs of a run: make_training_step, make_evaluation_step and init_state of train.py."""

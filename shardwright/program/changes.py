@@ -17,8 +17,8 @@ from shardwright.data.checks import CHANGING, marked
 from shardwright.data.loader import DataConfig, Loader, batch_of, make_loader, steps_for
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import inputs_of_loss
-from shardwright.run.config import Config, TrainingConfig
-from shardwright.run.differences import flat
+from shardwright.program.config import Config, TrainingConfig
+from shardwright.program.differences import flat
 from shardwright.settings.settings import made
 
 _SECTIONS = {"training": TrainingConfig, "data": DataConfig, "optimizer": OptimizerConfig}

@@ -17,11 +17,11 @@ from shardwright.data.checks import FIXED, marked
 from shardwright.data.loader import DataConfig, SourceConfig
 from shardwright.data.untrusted import check_types
 from shardwright.modeling.model import is_shipped, module_of
-from shardwright.run.changes import check_number, firsts, may_change, settings_at
-from shardwright.run.checks import to_config
-from shardwright.run.config import Config, TrainingConfig
-from shardwright.run.differences import config_differences, flat
-from shardwright.run.files import as_config
+from shardwright.program.changes import check_number, firsts, may_change, settings_at
+from shardwright.program.checks import to_config
+from shardwright.program.config import Config, TrainingConfig
+from shardwright.program.differences import config_differences, flat
+from shardwright.program.files import as_config
 from shardwright.settings.settings import is_section, without_null
 
 _METADATA = {

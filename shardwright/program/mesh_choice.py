@@ -8,7 +8,7 @@ import jax
 from shardwright.cluster.devices import make_mesh, simulate_devices
 from shardwright.data.checks import within
 from shardwright.modeling.attention_paths import KERNELS
-from shardwright.run.config import Config, check_divides
+from shardwright.program.config import Config, check_divides
 
 
 @dataclass

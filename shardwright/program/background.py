@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwright.cluster.watch import now_at
-from shardwright.run.printing import log
-from shardwright.run.processes import in_any_process
+from shardwright.program.printing import log
+from shardwright.program.processes import in_any_process
 
 _ROOT = Path(__file__).parents[2]
 FAILURES = (OSError, RuntimeError, ValueError)

@@ -36,8 +36,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardwright.cluster.watch import pause
 from shardwright.data import flat_tokens
 from shardwright.data.untrusted import LARGE, MEMORY, Damaged, check_types, parse_object
-from shardwright.run.differences import config_differences
-from shardwright.run.processes import check_processes, gathered, in_all_processes
+from shardwright.program.differences import config_differences
+from shardwright.program.processes import check_processes, gathered, in_all_processes
 from shardwright.settings.exits import LOST, exit_of
 from shardwright.settings.output import say
 

@@ -29,10 +29,10 @@ import jax
 
 from shardlib.places import is_installed
 from shardwright.cluster.devices import Device, make_mesh
-from shardwright.run.best_effort import best_effort, in_a_line
-from shardwright.run.config import PipelineConfig
-from shardwright.run.files import write_whole
-from shardwright.run.step import Step
+from shardwright.program.best_effort import best_effort, in_a_line
+from shardwright.program.config import PipelineConfig
+from shardwright.program.files import write_whole
+from shardwright.program.step import Step
 from shardwright.settings.output import listed
 
 ROOT = Path(__file__).parents[2]

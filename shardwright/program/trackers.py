@@ -23,9 +23,9 @@ import jax
 from shardlib.parsing import OWN, named
 from shardwright.data.checks import check_choice
 from shardwright.data.untrusted import read_object
-from shardwright.run.best_effort import best_effort
-from shardwright.run.differences import flat
-from shardwright.run.files import write_whole
+from shardwright.program.best_effort import best_effort
+from shardwright.program.differences import flat
+from shardwright.program.files import write_whole
 from shardwright.settings.output import say
 from shardwright.settings.program import has_package
 

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 
 from shardlib.places import shown_path
-from shardwright.run.best_effort import why
-from shardwright.run.files import LOCK
-from shardwright.run.processes import in_all_processes
+from shardwright.program.best_effort import why
+from shardwright.program.files import LOCK
+from shardwright.program.processes import in_all_processes
 from shardwright.settings.output import say
 
 TRACE = "trace.tmp"

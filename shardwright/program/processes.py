@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from shardwright.data.untrusted import Damaged, first_line
-from shardwright.run.best_effort import in_a_line
+from shardwright.program.best_effort import in_a_line
 from shardwright.settings.exits import LostError
 from shardwright.settings.output import listed
 

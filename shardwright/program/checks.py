@@ -12,10 +12,10 @@ from shardwright.cluster.config import check_distributed
 from shardwright.data.checks import check_range, check_ranges
 from shardwright.modeling.model import module_of
 from shardwright.optimizers.config import check_optimizer
-from shardwright.run.changes import check_changes
-from shardwright.run.config import Config
-from shardwright.run.differences import flat
-from shardwright.run.trackers import check_trackers
+from shardwright.program.changes import check_changes
+from shardwright.program.config import Config
+from shardwright.program.differences import flat
+from shardwright.program.trackers import check_trackers
 from shardwright.settings.command_line import register_shipped
 from shardwright.settings.settings import made, untyped
 

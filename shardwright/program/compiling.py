@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from shardwright.cluster.watch import pause
-from shardwright.run.directory import remove_older
-from shardwright.run.files import write_whole
+from shardwright.program.directory import remove_older
+from shardwright.program.files import write_whole
 from shardwright.settings.output import say
 
 

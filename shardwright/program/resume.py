@@ -18,8 +18,8 @@ from shardwright.data.loader import check_skips
 from shardwright.data.untrusted import Damaged, shown
 from shardwright.modeling.model import LanguageModel, module_of
 from shardwright.modeling.weights import shapes_of, sharded
-from shardwright.run.changes import config_at
-from shardwright.run.checkpoint import (
+from shardwright.program.changes import config_at
+from shardwright.program.checkpoint import (
     NO_ORDERS,
     Checkpointer,
     Orders,
@@ -29,16 +29,16 @@ from shardwright.run.checkpoint import (
     named_leaves,
     saved_arrays,
 )
-from shardwright.run.config import Config, PathsConfig
-from shardwright.run.differences import config_differences
-from shardwright.run.files import read_config
-from shardwright.run.printing import log
-from shardwright.run.processes import check_processes
-from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.saved_config import check_resumes, config_of, saved_config, with_defaults
-from shardwright.run.skipping import are_finite
-from shardwright.run.stages import placement_of, stack_orders
-from shardwright.run.step import Step, trace_step
+from shardwright.program.config import Config, PathsConfig
+from shardwright.program.differences import config_differences
+from shardwright.program.files import read_config
+from shardwright.program.printing import log
+from shardwright.program.processes import check_processes
+from shardwright.program.provenance import compare_source, provenance_of
+from shardwright.program.saved_config import check_resumes, config_of, saved_config, with_defaults
+from shardwright.program.skipping import are_finite
+from shardwright.program.stages import placement_of, stack_orders
+from shardwright.program.step import Step, trace_step
 from shardwright.settings.output import override
 
 Write = Callable[[str], None]
