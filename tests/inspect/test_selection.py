@@ -226,7 +226,7 @@ HEADS = {
         "the loss of a position depends on the token that it predicts", "",
     ),
     "its own target": (
-        replaced(IN_HEAD, ("loss_chunk, read, w, ahead, later)", "loss_chunk, read, w, ahead, Targets.of(batch))")),
+        replaced(IN_HEAD, ("summed, forward, w, ahead, later)", "summed, forward, w, ahead, Targets.of(batch))")),
         "the loss of a position depends on the token that it predicts", "",
     ),
     "the first head": (
