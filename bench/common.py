@@ -21,7 +21,9 @@ def host_peak() -> int:
 
 def parser_of(page: str | None) -> argparse.ArgumentParser:
     """Returns a parser whose --help shows the docstring of the program's module."""
-    return argparse.ArgumentParser(description=page, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        description=page, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -1,10 +1,12 @@
-"""Plants the faults of tests/edits/faults.toml, one at a time, and names those that no test catches any more.
+"""Plants the faults of tests/edits/faults.toml, one at a time, and names those that no test catches
+any more.
 
     python -m bench.faults                         # all: half an hour to an hour
     python -m bench.faults shardlib/exact train.py # only those in files that begin so
 
-Run this before you remove or shorten tests, and afterwards. Each fault is planted in a copy of the checkout, where the
-test that faults.toml names must fail, or hang. Without faults all of these tests must pass, which is checked first.
+Run this before you remove or shorten tests, and afterwards. Each fault is planted in a copy of the
+checkout, where the test that faults.toml names must fail, or hang. Without faults all of these
+tests must pass, which is checked first.
 """
 
 import subprocess

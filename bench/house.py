@@ -2,7 +2,8 @@
 
     make house
 
-The last release is the commit that gave the newest dated heading of CHANGELOG.md; ARGS=<commit> names another one.
+The last release is the commit that gave the newest dated heading of CHANGELOG.md; ARGS=<commit>
+names another one.
 """
 
 import collections

@@ -1,13 +1,15 @@
-"""Measures how fast text is tokenized, shards are merged and batches are read; extrapolates to 10¹² tokens.
+"""Measures how fast text is tokenized, shards are merged and batches are read; extrapolates to 10¹²
+tokens.
 
     python -m bench.tokenization [--seqax seqax]
 
-The text is the shipped novels, as bytes and in a BPE trained on them. Rates are per core: they count the CPU time of
-all threads, so other programs hardly change them. They leave out slow disks and networks.
+The text is the shipped novels, as bytes and in a BPE trained on them. Rates are per core: they
+count the CPU time of all threads, so other programs hardly change them. They leave out slow disks
+and networks.
 
-With --seqax, the tokenization tool and that of a checkout of https://github.com/MatX-inc/seqax tokenize the same
-file in turns, each from its start to its end. Its .venv needs datasets hydra-core numcodecs==0.15.2 transformers
-zarr==2.18.7.
+With --seqax, the tokenization tool and that of a checkout of https://github.com/MatX-inc/seqax
+tokenize the same file in turns, each from its start to its end. Its .venv needs datasets hydra-core
+numcodecs==0.15.2 transformers zarr==2.18.7.
 """
 
 import json
@@ -55,12 +57,16 @@ def merge(shards: list[str], out: str) -> None:
 
 
 def measured(path: str, place: str, tokenizer: Tokenizer) -> list[float]:
-    """Returns tokens/s per core of tokenizing, merging and reading, and bytes per token of text and on disk."""
+    """Returns tokens/s per core of tokenizing, merging and reading, and bytes per token of text and
+    on disk.
+    """
     shards = [f"{place}/{i}" for i in range(SHARDS)]
     spent = [cpu_seconds(lambda out=out: tokenize(path, out, tokenizer)) for out in shards]
     merging = cpu_seconds(lambda: merge(shards, f"{place}/whole"))
     loader = make_loader(DataConfig(filespec=f"{place}/whole"), "train", BATCH, SEQ_LEN)
-    reading = cpu_seconds(lambda: [loader.sequences(step, np.arange(BATCH)) for step in range(BATCHES)])
+    reading = cpu_seconds(
+        lambda: [loader.sequences(step, np.arange(BATCH)) for step in range(BATCHES)]
+    )
     tokens = loader.num_tokens or 0
     on_disk = sum(x.stat().st_size for x in Path(place, "whole").rglob("*") if x.is_file())
     tokenizing = np.median(spent[1:]) * SHARDS  # the first one imports
@@ -74,7 +80,10 @@ def _seconds_of_children() -> float:
 
 
 def beside_seqax(seqax: Path, place: str, content: bytes, tokenizer: Tokenizer) -> list[float]:
-    """Returns tokens/s of CPU time of our tool and of seqax's. Raises ValueError if their tokens differ."""
+    """Returns tokens/s of CPU time of our tool and of seqax's.
+
+    Raises ValueError if their tokens differ.
+    """
     text = Path(place, "text")
     outs = [f"{place}/ours", f"{place}/theirs"]
     spent = [[], []]
@@ -85,10 +94,24 @@ def beside_seqax(seqax: Path, place: str, content: bytes, tokenizer: Tokenizer) 
     (text / "tokenizer_config.json").write_text(json.dumps(of_transformers))
     (text / "tokenizer.json").write_text(tokenizer.definition or "")
     is_bytes = tokenizer.is_bytes
-    kind = ["tokenizer.kind=bytes"] if is_bytes else ["tokenizer.kind=huggingface", f"tokenizer.name={text}"]
-    ours = [sys.executable, "-m", "shardwright.tools.huggingface_to_flat_tokens", f"out={outs[0]}", *kind]
+    kind = (
+        ["tokenizer.kind=bytes"]
+        if is_bytes
+        else ["tokenizer.kind=huggingface", f"tokenizer.name={text}"]
+    )
+    ours = [
+        sys.executable,
+        "-m",
+        "shardwright.tools.huggingface_to_flat_tokens",
+        f"out={outs[0]}",
+        *kind,
+    ]
     ours += [f"{split}.files=[{text}/{split}.jsonl]" for split in ("train", "validation")]
-    theirs = [f"{seqax.absolute()}/.venv/bin/python", "huggingface_to_flat_tokens.py", "--config-name=c4_en"]
+    theirs = [
+        f"{seqax.absolute()}/.venv/bin/python",
+        "huggingface_to_flat_tokens.py",
+        "--config-name=c4_en",
+    ]
     theirs += [f"dataset={text}", "variant=null", f"tokenizer={'bytes_utf8' if is_bytes else text}"]
     theirs += ["+max_tokens=1_000_000_000_000", f"+output={outs[1]}"]
     for _ in range(ROUNDS):
@@ -100,7 +123,8 @@ def beside_seqax(seqax: Path, place: str, content: bytes, tokenizer: Tokenizer) 
             spent[i].append(_seconds_of_children() - before)
     written = [Reader(out, "train") for out in outs]
     one, other = (x.read(np.array([0]), np.array([x.num_tokens])).astype(np.int64) for x in written)
-    if one.shape != other.shape or np.unique(one - other).tolist() != [4 if is_bytes else 0]:  # 2 × (id + 2) + starts
+    if one.shape != other.shape or np.unique(one - other).tolist() != [4 if is_bytes else 0]:
+        # 2 × (id + 2) + starts
         raise ValueError("the tools wrote different tokens")
     return [one.size / statistics.mean(seconds) for seconds in spent]
 
@@ -119,16 +143,32 @@ def main() -> None:
         path = f"{place}/text.jsonl"
         content = lzma.decompress(TEXT.read_bytes())
         Path(path).write_bytes(content)
-        trained = definitions.train_bpe((json.loads(line)["text"] for line in content.splitlines()), 2**15)
+        trained = definitions.train_bpe(
+            (json.loads(line)["text"] for line in content.splitlines()), 2**15
+        )
         tokenizers = {"bytes": Tokenizer(definitions.byte_definition()), "BPE": Tokenizer(trained)}
-        found = {name: measured(path, f"{place}/{name}", tokenizer) for name, tokenizer in tokenizers.items()}
-        beside = {name: beside_seqax(seqax, place, content, x) for name, x in tokenizers.items()} if seqax else {}
+        found = {
+            name: measured(path, f"{place}/{name}", tokenizer)
+            for name, tokenizer in tokenizers.items()
+        }
+        beside = (
+            {name: beside_seqax(seqax, place, content, x) for name, x in tokenizers.items()}
+            if seqax
+            else {}
+        )
     rates, plan = {}, {}
     for name, (tokenizing, merging, reading, text, disk) in found.items():
-        rates[name] = [f"{x / 1e6:.3g}" for x in (tokenizing, merging, reading)] + [f"{x:.2f}" for x in (text, disk)]
+        rates[name] = [f"{x / 1e6:.3g}" for x in (tokenizing, merging, reading)] + [
+            f"{x:.2f}" for x in (text, disk)
+        ]
         hours, to_merge = (TOKENS / rate / 3600 for rate in (tokenizing, merging))
         sizes = [f"{TOKENS * x / 1e12:.2f}" for x in (text, disk)]
-        plan[name] = [*sizes, f"{hours:.0f}", *(f"{hours / n:.1f}" for n in CORES), f"{to_merge:.1f}"]
+        plan[name] = [
+            *sizes,
+            f"{hours:.0f}",
+            *(f"{hours / n:.1f}" for n in CORES),
+            f"{to_merge:.1f}",
+        ]
     titles = [
         "million tokens/s of a core",
         "tokenizing",
@@ -139,10 +179,18 @@ def main() -> None:
     ]
     print(table(titles, rates) + "\n")
     on = [f"hours on {n} cores" for n in CORES]
-    print(table(["10¹² tokens", "text, TB", "on disk, TB", "core-hours", *on, "hours to merge"], plan))
+    print(
+        table(["10¹² tokens", "text, TB", "on disk, TB", "core-hours", *on, "hours to merge"], plan)
+    )
     if beside:
-        rows = {name: [*(f"{x / 1e6:.3g}" for x in rate), f"{rate[0] / rate[1]:.1f}"] for name, rate in beside.items()}
-        print("\n" + table(["million tokens/s of a core, whole program", "ours", "seqax", "ratio"], rows))
+        rows = {
+            name: [*(f"{x / 1e6:.3g}" for x in rate), f"{rate[0] / rate[1]:.1f}"]
+            for name, rate in beside.items()
+        }
+        print(
+            "\n"
+            + table(["million tokens/s of a core, whole program", "ours", "seqax", "ratio"], rows)
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The trainer around train.py: settings, devices and processes, the run and its files, what models share, sampling."""
+"""The trainer around train.py: settings, devices and processes, the run and its files, what models
+share, sampling.
+"""
 
 from shardlib.axes import register_axes
 from shardlib.places import register_library

@@ -1,4 +1,6 @@
-"""The command `shardwright`: `shardwright train`, and each program in shardwright/tools, such as `shardwright plan`."""
+"""The command `shardwright`: `shardwright train`, and each program in shardwright/tools, such as
+`shardwright plan`.
+"""
 
 import ast
 import importlib.metadata
@@ -17,7 +19,10 @@ OF_PROJECT = ("train", "check", "ladder", "plan", "verify")
 """Commands that import modules of the project where they start.
 
 Others read files, which may be a stranger's, and import such modules only with trust=true."""
-USAGE = "usage: shardwright <command> [settings]; `shardwright <command> --help` lists the settings of a command"
+USAGE = (
+    "usage: shardwright <command> [settings]; `shardwright <command> --help` lists the "
+    "settings of a command"
+)
 
 
 def commands() -> dict[str, Path]:
@@ -42,7 +47,11 @@ def main() -> None:
     command, *arguments = sys.argv[1:] or ["--help"]
     known = commands()
     if command in ("--help", "-h"):
-        print("\n".join([USAGE, "", *(f"  {name:27}{first_line_of(file)}" for name, file in known.items())]))
+        print(
+            "\n".join(
+                [USAGE, "", *(f"  {name:27}{first_line_of(file)}" for name, file in known.items())]
+            )
+        )
         return
     if command == "--version":
         print(f"shardwright {importlib.metadata.version('shardwright')}")

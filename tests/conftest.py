@@ -15,15 +15,17 @@ from tests.support.simulated import compiled_in, xla_flags
 GROUPS = {"b": ("r", "d", "e"), "fsdp": ("c", "d", "e")}
 register_axes("rtcdep", either_order="tc", groups=GROUPS, spread_over="cdet")
 
-# Both are read when jax is imported, which happens after this file. The device count holds for the CPU alone, so
-# the CPU is the platform unless one is asked for, e.g. with JAX_PLATFORMS=cuda.
+# Both are read when jax is imported, which happens after this file. The device count holds for the
+# CPU alone, so the CPU is the platform unless one is asked for, e.g. with JAX_PLATFORMS=cuda.
 FLAGS = xla_flags(os.environ.get("TEST_DEVICES", "8"))
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# What takes long is compiled once for all workers, sessions and programs that tests start. They find nothing of a run.
+# What takes long is compiled once for all workers, sessions and programs that tests start. They
+# find nothing of a run.
 os.environ.update(compiled_in(str(Path(__file__).parents[1] / ".pytest_cache" / "compiled")))
 
-# A trace makes many objects, most of which live on: looking for cycles among them took a sixth of the CPU time.
+# A trace makes many objects, most of which live on: looking for cycles among them took a sixth of
+# the CPU time.
 gc.set_threshold(50_000, 20, 20)
 
 
@@ -31,13 +33,17 @@ gc.set_threshold(50_000, 20, 20)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a long test only the first and the last case stay long; the others are slow.
 
-    Those of a long file, which share what takes long, and of a test that is `long(every_case=True)` all stay. The cases
-    are those that are collected, so run a few without `-m`.
+    Those of a long file, which share what takes long, and of a test that is `long(every_case=True)`
+    all stay. The cases are those that are collected, so run a few without `-m`.
     """
     cases = collections.defaultdict(list)
     for item in items:
         markers = [marker for marker in item.own_markers if marker.name == "long"]
-        if markers and not any(marker.kwargs for marker in markers) and not item.get_closest_marker("slow"):
+        if (
+            markers
+            and not any(marker.kwargs for marker in markers)
+            and not item.get_closest_marker("slow")
+        ):
             cases[item.nodeid.split("[")[0]].append(item)
     for same in cases.values():
         for item in same[1:-1]:
@@ -46,7 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def own_modules_leave(tmp_path_factory):
-    """What a test imports from a file that it wrote is gone after it, so that no other test counts it as its source."""
+    """What a test imports from a file that it wrote is gone after it, so that no other test counts
+    it as its source.
+    """
     known = set(sys.modules)
     yield
     written = str(tmp_path_factory.getbasetemp())

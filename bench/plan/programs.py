@@ -1,12 +1,16 @@
 """Compiles programs for TPUs and GPUs without having one, and keeps them as files in a directory.
 
-Compiling needs no driver or device, but a separate environment with the compilers and the JAX version of constraints/:
+Compiling needs no driver or device, but a separate environment with the compilers and the JAX
+version of constraints/:
 
-    pip install -c constraints/py3.11.txt -e . libtpu==0.0.42.1 jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 \
-        nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl nvidia-cudnn-cu13
+    pip install -c constraints/py3.11.txt -e . libtpu==0.0.42.1 jax-cuda13-plugin==0.10.2
+    jax-cuda13-pjrt==0.10.2 \
+        nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl
+        nvidia-cudnn-cu13
 
-A program <name> is in <name>.txt.gz, facts that only its compiler knows in <name>.json. Existing programs are kept, so
-an interrupted command resumes; after a change of source or settings, use another directory.
+A program <name> is in <name>.txt.gz, facts that only its compiler knows in <name>.json. Existing
+programs are kept, so an interrupted command resumes; after a change of source or settings, use
+another directory.
 """
 
 import collections
@@ -34,11 +38,20 @@ from shardwright.program.files import write_json
 
 T = TypeVar("T")
 ANNOTATING = {"xla_gpu_collect_cost_model_stats": True}
-"""Compiler options that annotate operations with seconds, and change neither instructions nor their order."""
+"""Compiler options that annotate operations with seconds, and change neither instructions nor their
+order."""
 
 
-def options_of(page: str | None, chips: list[str], default: list[str], rows: list[str], arguments: list[str] | None):
-    """Parses the command line: which rows and `chips` to compile; by default all rows and the chips in `default`."""
+def options_of(
+    page: str | None,
+    chips: list[str],
+    default: list[str],
+    rows: list[str],
+    arguments: list[str] | None,
+):
+    """Parses the command line: which rows and `chips` to compile; by default all rows and the chips
+    in `default`.
+    """
     parser = parser_of(page)
     parser.add_argument("--out", type=Path, required=True, help="directory of the programs")
     parser.add_argument("--chips", nargs="+", choices=chips, default=default)
@@ -64,9 +77,12 @@ class Step(NamedTuple):
 
 
 def write(path: Path, lower: Callable[..., Step], chip: str, *row: str) -> None:
-    """Compiles the step `lower(chip, *row)`. Writes its program, and facts with its chip and peak memory.
+    """Compiles the step `lower(chip, *row)`.
 
-    The options are those of its run, what a missing device needs, and ANNOTATING, without those that XLA doesn't know.
+    Writes its program, and facts with its chip and peak memory.
+
+    The options are those of its run, what a missing device needs, and ANNOTATING, without those
+    that XLA doesn't know.
     """
     step = lower(chip, *row)
     options = {**step.options, **(WITHOUT_DEVICE["gpu"] | ANNOTATING if chip in GPUS else {})}
@@ -78,17 +94,31 @@ def write(path: Path, lower: Callable[..., Step], chip: str, *row: str) -> None:
 
 
 def run_apart(made: Callable[..., T], *arguments: object) -> T:
-    """Returns `made(*arguments)` of a separate process, on the CPU, with CUDA's libraries if they are installed."""
+    """Returns `made(*arguments)` of a separate process, on the CPU, with CUDA's libraries if they
+    are installed.
+    """
     nvidia = importlib.util.find_spec("nvidia")
-    places = [Path(place, "cu13") for place in nvidia.submodule_search_locations or ()] if nvidia else []
+    places = (
+        [Path(place, "cu13") for place in nvidia.submodule_search_locations or ()] if nvidia else []
+    )
     flags = [f"--xla_gpu_cuda_data_dir={place}" for place in places if place.exists()]
-    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "TPU_STDERR_LOG_LEVEL": "3"}
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join(flags),
+        "TPU_STDERR_LOG_LEVEL": "3",
+    }
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(made, *arguments).result()
 
 
-def show_all(names: Iterable[tuple[str, ...]], out: Path, lower: Callable[..., Step], show: Callable[..., Any]) -> int:
-    """Compiles the steps `lower(*name)` that are missing, and shows each with `show(name, text, facts)`.
+def show_all(
+    names: Iterable[tuple[str, ...]],
+    out: Path,
+    lower: Callable[..., Step],
+    show: Callable[..., Any],
+) -> int:
+    """Compiles the steps `lower(*name)` that are missing, and shows each with `show(name, text,
+    facts)`.
 
     Returns how many could not be made or shown; the others still are.
     """
@@ -109,13 +139,20 @@ def show_all(names: Iterable[tuple[str, ...]], out: Path, lower: Callable[..., S
 
 
 def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict[str, Any]:
-    """Reads from a program: bytes of state, FLOPs, bytes sent by line, operation and axes, and on GPUs its clock."""
+    """Reads from a program: bytes of state, FLOPs, bytes sent by line, operation and axes, and on
+    GPUs its clock.
+    """
     program = hlo.parse(text)
     table = describe(program)
     flops = 0.0
     sent = collections.defaultdict[Any, float](float)
-    state = (i for i in program.entry.instructions.values() if i.opcode == "parameter" and i.op_name[:6] == "state.")
-    share = facts.get("local_attention", 1) / facts.get("ticks", 1)  # fraction of ticks in which a device runs a task
+    state = (
+        i
+        for i in program.entry.instructions.values()
+        if i.opcode == "parameter" and i.op_name[:6] == "state."
+    )
+    # fraction of ticks in which a device runs a task
+    share = facts.get("local_attention", 1) / facts.get("ticks", 1)
     for row in table.rows:
         times = row.count * row.turns * (share if row.sometimes else 1)
         if row.kind == "matmul":
@@ -125,6 +162,8 @@ def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict
             sent[line, row.what, " ".join(sorted(row.axes))] += row.size * times
     found = {"state": sum(i.bytes for i in state), "FLOPs": flops, "sent": sent}
     if facts["chip"] in GPUS:
-        found["clock"] = clock = Clock(program, table, chips.chip_of(facts["chip"]), facts, attention)
+        found["clock"] = clock = Clock(
+            program, table, chips.chip_of(facts["chip"]), facts, attention
+        )
         found["seconds"] = clock.seconds(program.entry)
     return found

@@ -30,13 +30,21 @@ class Contestant:
         self._messages = scratch / f"{name}.stderr"
         command = [python_of(job), "-m", "bench.throughput.peers.worker", job.to_json()]
         with self._messages.open("w") as messages:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": messages, "text": True}
+            pipes = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "stderr": messages,
+                "text": True,
+            }
             # In a new session, so that a signal to its group also reaches its children.
             session = {"cwd": ROOT, "env": environment(job, scratch), "start_new_session": True}
             self._process = subprocess.Popen(command, **pipes, **session)
 
     def measure(self, seconds: float) -> None:
-        """Runs the next part: building and compiling, or a round of about this many seconds. No-op after an error."""
+        """Runs the next part: building and compiling, or a round of about this many seconds.
+
+        No-op after an error.
+        """
         if not self.ready:
             self.ready = self._ask()
             return
@@ -46,7 +54,9 @@ class Contestant:
             self.peak = max(self.peak, done["peak"])
 
     def _ask(self, request: object = "") -> dict[str, Any]:
-        """Returns the next answer; None if the process ends or is killed at its limit, with the message in `error`."""
+        """Returns the next answer; None if the process ends or is killed at its limit, with the
+        message in `error`.
+        """
         if self.error is not None:
             return {}
         timer = threading.Timer(self.limit, self._kill)
@@ -59,9 +69,15 @@ class Contestant:
                 if line.startswith(MARK):
                     timer.cancel()
                     return json.loads(line.removeprefix(MARK))
-        ended = f"ended with {self._process.wait()}" if timer.is_alive() else f"killed after {self.limit:g} s"
+        ended = (
+            f"ended with {self._process.wait()}"
+            if timer.is_alive()
+            else f"killed after {self.limit:g} s"
+        )
         timer.cancel()
-        said = [line for line in self._messages.read_text().splitlines() if line.strip()] or ["no message"]
+        said = [line for line in self._messages.read_text().splitlines() if line.strip()] or [
+            "no message"
+        ]
         self.error = f"{ended}: {said[-1][:300]}"
         return {}
 
@@ -79,10 +95,13 @@ class Contestant:
 def run_rounds(
     jobs: dict[str, Job], rounds: int, seconds: float, take_turns: bool, limit: float = 600
 ) -> Iterator[Contestant]:
-    """Runs each job, and yields each contestant after the rounds of its group. If one fails, the others continue.
+    """Runs each job, and yields each contestant after the rounds of its group.
 
-    A contestant's part of a round takes about `seconds`. If contestants take turns, all stay alive; otherwise they run
-    one after the other. One that has not compiled, or not finished a round, after `limit` seconds is killed.
+    If one fails, the others continue.
+
+    A contestant's part of a round takes about `seconds`. If contestants take turns, all stay alive;
+    otherwise they run one after the other. One that has not compiled, or not finished a round,
+    after `limit` seconds is killed.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         for names in [[*jobs]] if take_turns else [[name] for name in jobs]:
@@ -104,16 +123,30 @@ def python_of(job: Job) -> str:
 
 
 def environment(job: Job, scratch: Path) -> dict[str, str]:
-    """Returns a contestant's environment, with compilation caches only for this run unless others are set."""
-    env = dict(os.environ) | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """Returns a contestant's environment, with compilation caches only for this run unless others
+    are set.
+    """
+    env = dict(os.environ) | {
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     if existing := os.environ.get("PYTHONPATH"):
         env["PYTHONPATH"] += os.pathsep + existing
-    env["TORCHINDUCTOR_CACHE_DIR"], env["TRITON_CACHE_DIR"] = str(scratch / "inductor"), str(scratch / "triton")
+    env["TORCHINDUCTOR_CACHE_DIR"], env["TRITON_CACHE_DIR"] = (
+        str(scratch / "inductor"),
+        str(scratch / "triton"),
+    )
     if job.platform == "cpu":
         env |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # huge pages, for all contestants
+        # huge pages, for all contestants
+        env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         # An old XLA does not know today's flags. The disabled pass computes a wrong softmax.
-        flags = ["--xla_disable_hlo_passes=onednn-ops-rewriter"] if job.checkout else [env.get("XLA_FLAGS", "")]
+        flags = (
+            ["--xla_disable_hlo_passes=onednn-ops-rewriter"]
+            if job.checkout
+            else [env.get("XLA_FLAGS", "")]
+        )
         flags += [f"--xla_force_host_platform_device_count={job.devices}"] * (job.devices > 1)
         env["XLA_FLAGS"] = " ".join(flags).strip()
     else:

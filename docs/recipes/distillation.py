@@ -1,4 +1,5 @@
-"""Distillation (arXiv 1503.02531): its loss in a file of one's own, and the inputs of the dataset that it reads.
+"""Distillation (arXiv 1503.02531): its loss in a file of one's own, and the inputs of the dataset
+that it reads.
 
     python docs/recipes/distillation.py runs/<teacher> <dataset>
 
@@ -24,7 +25,9 @@ TEMPERATURE = 2.0
 
 
 def likeliest(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """What the loss reads of each target, of a teacher's logits: uint32[sequences, positions, 1 + 2·TOP]."""
+    """What the loss reads of each target, of a teacher's logits: uint32[sequences, positions, 1 +
+    2·TOP].
+    """
     highest, ids = lax.top_k(logits, TOP)
     log_p = jax.nn.log_softmax(highest / TEMPERATURE)
     p = jnp.exp(log_p)
@@ -35,12 +38,15 @@ def likeliest(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def log_normalizer(logits: Any) -> jax.Array:
     """Logarithm of the sum of exp(logits) over the vocabulary, for logits f32["B/b L/c V/t/p"]."""
     peak = shardops.pmax("B/b L/c V/t/p -> B/b L/c", lax.stop_gradient(logits))
-    terms = shardops.einsum_unreduced("B/b L/c V/t/p -> B/b L/c +t +p", jnp.exp(logits - peak[..., None]))
+    terms = shardops.einsum_unreduced(
+        "B/b L/c V/t/p -> B/b L/c +t +p", jnp.exp(logits - peak[..., None])
+    )
     return jnp.log(shardops.psum("B/b L/c +t +p -> B/b L/c", terms)) + peak
 
 
 def loss(logits: Any, targets: Targets, config: Any) -> jax.Array:
-    """Mean of the cross-entropy and of TEMPERATURE² times the KL divergence from the teacher, both at TEMPERATURE.
+    """Mean of the cross-entropy and of TEMPERATURE² times the KL divergence from the teacher, both
+    at TEMPERATURE.
 
     The teacher's distribution is that of its TOP likeliest tokens alone.
     """
@@ -52,10 +58,16 @@ def loss(logits: Any, targets: Targets, config: Any) -> jax.Array:
         logit = shardops.index_unreduced(formula, student, targets.input(f"top_id_{i}"))
         log_p = shardops.psum("B/b L/c +t +p -> B/b L/c", logit) - normalizer
         divergence = divergence - targets.input(f"top_p_{i}") * log_p
-    return 0.5 * cross_entropy(logits, targets.ids, config.z_loss) + 0.5 * TEMPERATURE**2 * divergence
+    return (
+        0.5 * cross_entropy(logits, targets.ids, config.z_loss) + 0.5 * TEMPERATURE**2 * divergence
+    )
 
 
-loss.inputs = {"entropy": f32} | {f"top_p_{i}": f32 for i in range(TOP)} | {f"top_id_{i}": u32 for i in range(TOP)}
+loss.inputs = (
+    {"entropy": f32}
+    | {f"top_p_{i}": f32 for i in range(TOP)}
+    | {f"top_id_{i}": u32 for i in range(TOP)}
+)
 
 
 if __name__ == "__main__":

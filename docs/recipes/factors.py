@@ -1,7 +1,8 @@
-"""Optimizer state with some dims of a weight: its zeros, and the typed means and broadcasts between it and the weight.
+"""Optimizer state with some dims of a weight: its zeros, and the typed means and broadcasts between
+it and the weight.
 
-`rows: Subset['inputs', W]` declares such a field in State; shardlib.array_types.Factor has its types. The patches
-adafactor.patch and soap.patch import this file: copy it next to train.py.
+`rows: Subset['inputs', W]` declares such a field in State; shardlib.array_types.Factor has its
+types. The patches adafactor.patch and soap.patch import this file: copy it next to train.py.
 """
 
 import math
@@ -20,10 +21,11 @@ from shardwright.optimizers.rates import Update
 
 
 def zeros(dims: str, updates: object, wanted: Callable[[Update], Any]) -> Any:
-    """Zero-filled Factors, of type Subset[dims, W], for the weights that are `wanted`; None for others. Under jit.
+    """Zero-filled Factors, of type Subset[dims, W], for the weights that are `wanted`; None for
+    others. Under jit.
 
-    `updates` come from rates.updates_of. Raises ValueError for a weight that is not a matrix, or a dim that its axes on
-    this mesh do not divide.
+    `updates` come from rates.updates_of. Raises ValueError for a weight that is not a matrix, or a
+    dim that its axes on this mesh do not divide.
     """
 
     def factor(name: str, array: ArrayType, update: Update) -> Factor | None:
@@ -33,13 +35,19 @@ def zeros(dims: str, updates: object, wanted: Callable[[Update], Any]) -> Any:
         algorithm = update.algorithm
         remedy = f"choose another algorithm than {algorithm} for it by optimizer.groups."
         if sides is None:
-            raise ValueError(f"{name} has no inputs and outputs, which the state of {algorithm} needs; {remedy}")
+            raise ValueError(
+                f"{name} has no inputs and outputs, which the state of {algorithm} needs; {remedy}"
+            )
         t = factor_type(array, dims, *sides)
-        shape = arranged(dims, update.weight.shape, *sides, merged=lambda own, other: math.prod(own))
+        shape = arranged(
+            dims, update.weight.shape, *sides, merged=lambda own, other: math.prod(own)
+        )
         for dim, size in zip(t.spec.dims, shape, strict=True):
             if size % (n := devices_along(dim.axes)):
                 what = f"{name}: the state `{t.spec}` of {algorithm}: {dim.name} is {size}"
-                raise ValueError(f"{what}, which {'·'.join(dim.axes)} = {n} devices do not divide; {remedy}")
+                raise ValueError(
+                    f"{what}, which {'·'.join(dim.axes)} = {n} devices do not divide; {remedy}"
+                )
         return Factor(jnp.zeros(shape, jnp.float32, out_sharding=make_shardings(t)), *sides)
 
     found = [factor(name, array, u) for name, array, u in arrays_in(type(updates), updates)]
@@ -47,7 +55,9 @@ def zeros(dims: str, updates: object, wanted: Callable[[Update], Any]) -> Any:
 
 
 class Specs(NamedTuple):
-    """Specs of a weight at rest and of its Factors; None for the Factors of a weight that is not a matrix."""
+    """Specs of a weight at rest and of its Factors; None for the Factors of a weight that is not a
+    matrix.
+    """
 
     whole: str
     stack: str
@@ -64,7 +74,8 @@ def specs_of(updates: object) -> Any:
             layers = t.spec.dims[: is_in_stack(name, type(updates))]
             return Specs(str(t.spec), str(ShapeSpec(layers)), None, None)
         return Specs(
-            str(t.spec), *(str(factor_type(t, dims, *weight.sides).spec) for dims in ("", "inputs", "outputs"))
+            str(t.spec),
+            *(str(factor_type(t, dims, *weight.sides).spec) for dims in ("", "inputs", "outputs")),
         )
 
     found = [specs(name, t, update.weight) for name, t, update in arrays_in(type(updates), updates)]
@@ -72,7 +83,9 @@ def specs_of(updates: object) -> Any:
 
 
 def mean(x: jax.Array, of: str, to: str) -> jax.Array:
-    """Mean of `x`, of type `of`, over the dims that `to` lacks and over the devices that share them."""
+    """Mean of `x`, of type `of`, over the dims that `to` lacks and over the devices that share
+    them.
+    """
     kept, left = (on_mesh(parse_shape(spec)) for spec in (to, of))
     dropped = [dim for dim in left.dims if dim not in kept.dims]
     marks = "".join(f" +{axis}" for axis in sort_axes(axis for dim in dropped for axis in dim.axes))

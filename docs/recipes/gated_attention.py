@@ -1,4 +1,6 @@
-"""The Llama of train.py with a gate σ(W·x) on each entry of what attention returns (arXiv 2505.06708)."""
+"""The Llama of train.py with a gate σ(W·x) on each entry of what attention returns (arXiv
+2505.06708).
+"""
 
 from typing import cast
 
@@ -34,7 +36,9 @@ class Model(train.Llama):
     Weights = Weights
 
     @typed
-    def attend(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
+    def attend(
+        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
+    ) -> act["B/b L/c/t M"]:
         """Output of gated attention."""
         attention_norm = shardops.all_gather("M/t/fsdp -> M", w.attention_norm)
         nx = shardops.all_gather(

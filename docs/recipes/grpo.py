@@ -24,11 +24,12 @@ BETA = 0.04
 
 
 def loss(logits: Any, targets: Targets, config: object) -> jax.Array:
-    """Loss of each target: weight · (β · D − min(ρ · A, clip(ρ, 1 − ε, 1 + ε) · A)), equations 3 and 4.
+    """Loss of each target: weight · (β · D − min(ρ · A, clip(ρ, 1 − ε, 1 + ε) · A)), equations 3
+    and 4.
 
-    ρ is the target's probability, divided by that when the answer was sampled; A the answer's advantage; D the unbiased
-    estimate of the divergence from the reference, r − log r − 1, where r is the probability under the reference,
-    divided by today's. Targets of the prompt do not count.
+    ρ is the target's probability, divided by that when the answer was sampled; A the answer's
+    advantage; D the unbiased estimate of the divergence from the reference, r − log r − 1, where r
+    is the probability under the reference, divided by today's. Targets of the prompt do not count.
     """
     log_p = jnp.where(targets.counted, -cross_entropy(logits, targets.ids), 0)
     advantage = targets.input("advantage")
@@ -43,7 +44,8 @@ loss.inputs = {"advantage": f32, "old_log_p": f32, "reference_log_p": f32, "weig
 
 
 def advantages(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Rewards of answers, less their mean among the answers to the same prompt, divided by the standard deviation.
+    """Rewards of answers, less their mean among the answers to the same prompt, divided by the
+    standard deviation.
 
     0 where all rewards of a group are equal.
     """
@@ -57,19 +59,22 @@ def advantages(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def write(path: str, answers: list[dict], batch_size: int) -> None:
     """Writes the training split of a dataset: a document for each answer, in order.
 
-    The batches of a run are `batch_size` neighbors, of which the loss is the mean over answers of the mean over their
-    tokens. A run divides by the number of targets in the batch instead, so `weight` is that, divided by batch_size and
-    by the length of the answer.
+    The batches of a run are `batch_size` neighbors, of which the loss is the mean over answers of
+    the mean over their tokens. A run divides by the number of targets in the batch instead, so
+    `weight` is that, divided by batch_size and by the length of the answer.
 
     Args:
         path: of the dataset.
-        answers: of each, `prompt` and `answer` (token ids), `group` (the same for answers to the same prompt),
-            `reward`, and for each token of the answer `old_log_p` and `reference_log_p`, its log-probability when it
-            was sampled and under the reference.
+        answers: of each, `prompt` and `answer` (token ids), `group` (the same for answers to the
+            same prompt), `reward`, and for each token of the answer `old_log_p` and
+            `reference_log_p`, its log-probability when it was sampled and under the reference.
         batch_size: training.batch_size, of which the number of answers is a multiple.
     """
     if not answers or len(answers) % batch_size:
-        raise ValueError(f"{len(answers)} answers are not a multiple of the batch size {batch_size}: add or drop some.")
+        raise ValueError(
+            f"{len(answers)} answers are not a multiple of the batch size {batch_size}: add or "
+            "drop some."
+        )
     lengths = np.array([len(x["answer"]) for x in answers])
     counts = np.repeat(lengths.reshape(-1, batch_size).sum(1), batch_size)
     rewards, groups = (np.array([x[name] for x in answers]) for name in ("reward", "group"))
@@ -86,7 +91,9 @@ def write(path: str, answers: list[dict], batch_size: int) -> None:
             ids = np.array([*x["prompt"], *x["answer"]])
             writer.append(ids=ids, lengths=np.array([len(ids)]))
     for name in loss.inputs:
-        flat_tokens.add_input(path, "train", name, np.fromiter(of_tokens(name), np.float32).view(np.uint32))
+        flat_tokens.add_input(
+            path, "train", name, np.fromiter(of_tokens(name), np.float32).view(np.uint32)
+        )
     flat_tokens.add_input(path, "train", "answer", np.fromiter(of_tokens("answer"), np.uint32))
 
 

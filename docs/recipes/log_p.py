@@ -1,9 +1,11 @@
-"""Adds what a run, such as a reference policy, computes for each token to the training split of a dataset.
+"""Adds what a run, such as a reference policy, computes for each token to the training split of a
+dataset.
 
     python docs/recipes/log_p.py runs/<run> <dataset> --by-document
 
-adds `reference_log_p`, the log-probability of each token, for dpo.patch. distillation.py adds what its loss reads. The
-run must be one that you trust, because its model's module is imported. docs/changing.md has the commands.
+adds `reference_log_p`, the log-probability of each token, for dpo.patch. distillation.py adds what
+its loss reads. The run must be one that you trust, because its model's module is imported.
+docs/changing.md has the commands.
 """
 
 import argparse
@@ -43,20 +45,24 @@ def add_inputs(
     seq_len: int | None = None,
     batch_size: int = 32,
 ) -> None:
-    """Adds inputs to the training split. A training run with the same sequences has the same contexts.
+    """Adds inputs to the training split.
+
+    A training run with the same sequences has the same contexts.
 
     Args:
         names: of the inputs.
-        compute: of logits f32[sequences, positions, vocab] and targets, their values uint32[sequences, positions, n].
-        run: directory or URL of a run, or of one of its checkpoints, with the vocabulary of the dataset.
+        compute: of logits f32[sequences, positions, vocab] and targets, their values
+            uint32[sequences, positions, n].
+        run: directory or URL of a run, or of one of its checkpoints, with the vocabulary of the
+            dataset.
         data: the dataset.
         by_document: True for a sequence for each document, as data.sequence_packing=false has.
         seq_len: training.seq_len; None: that of the run.
         batch_size: sequences to compute at a time.
 
     Raises:
-        ValueError: there is no such run, the dataset does not fit it or has such inputs already, or a document is
-            longer than a sequence.
+        ValueError: there is no such run, the dataset does not fit it or has such inputs already, or
+            a document is longer than a sequence.
     """
     reader = flat_tokens.Reader(data, "train")
     with open_run(run, None, trust=True) as saved:
@@ -84,23 +90,34 @@ def add_inputs(
         for first in range(0, sequences, batch_size):
             batch = jax.tree.map(lambda x: x[0], loader.load(first // batch_size))
             values = of_whole_sequences(logits_of(weights, (batch, None)), batch.targets)
-            values, is_token = (np.asarray(x)[: sequences - first] for x in (values, batch.loss_mask))
+            values, is_token = (
+                np.asarray(x)[: sequences - first] for x in (values, batch.loss_mask)
+            )
             count = np.count_nonzero(is_token)
             found[:, done : done + count] = values[is_token].T
             done += count
         if by_document and done < reader.num_tokens:
-            raise ValueError(f"a document of {data} is longer than the {length} tokens of a sequence: give --seq-len.")
+            raise ValueError(
+                f"a document of {data} is longer than the {length} tokens of a sequence: give "
+                "--seq-len."
+            )
         for name, values in zip(names, found, strict=True):
             flat_tokens.add_input(data, "train", name, values)
 
 
 def arguments(doc: str | None) -> dict[str, object]:
     """The arguments of the command line, as add_inputs takes them."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", help="directory or URL of a run, or of one of its checkpoints")
     parser.add_argument("data", help="the dataset")
-    parser.add_argument("--by-document", action="store_true", help="as data.sequence_packing=false reads it")
-    parser.add_argument("--seq-len", type=int, help="training.seq_len of the run to train; else that of the run")
+    parser.add_argument(
+        "--by-document", action="store_true", help="as data.sequence_packing=false reads it"
+    )
+    parser.add_argument(
+        "--seq-len", type=int, help="training.seq_len of the run to train; else that of the run"
+    )
     parser.add_argument("--batch-size", type=int, default=32, help="sequences to compute at a time")
     return vars(parser.parse_args())
 

@@ -1,4 +1,5 @@
-"""Copies token files of nanoGPT, llm.c, Megatron-LM or NumPy into a split of a dataset (docs/data.md).
+"""Copies token files of nanoGPT, llm.c, Megatron-LM or NumPy into a split of a dataset
+(docs/data.md).
 
     python docs/recipes/token_files.py data/mine.zarr train 50256 train.bin more.bin
 
@@ -24,7 +25,11 @@ def open_tokens(path: Path) -> np.ndarray:
     if index.exists():
         return np.memmap(path, MEGATRON[index.read_bytes()[17]], "r")
     first = int(np.fromfile(path, "<i4", 1)[0])
-    return np.memmap(path, LLM_C[first], "r", 1024) if first in LLM_C else np.memmap(path, np.uint16, "r")
+    return (
+        np.memmap(path, LLM_C[first], "r", 1024)
+        if first in LLM_C
+        else np.memmap(path, np.uint16, "r")
+    )
 
 
 dataset, split, end, *files = sys.argv[1:]

@@ -1,4 +1,6 @@
-"""Copies data/mine.zarr to data/mine_for_seqax.zarr in zarr v2, which is all that seqax reads (docs/formats.md)."""
+"""Copies data/mine.zarr to data/mine_for_seqax.zarr in zarr v2, which is all that seqax reads
+(docs/formats.md).
+"""
 
 import zarr
 from numcodecs import Blosc

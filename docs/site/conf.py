@@ -1,4 +1,6 @@
-"""Sphinx's configuration for the documentation site, which `make docs` builds from the pages as they stand."""
+"""Sphinx's configuration for the documentation site, which `make docs` builds from the pages as
+they stand.
+"""
 
 import importlib.metadata
 import re
@@ -32,35 +34,61 @@ pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 
 myst_heading_anchors = 4
-nb_execution_mode = "off"  # what is stored is shown; tests/repository/test_tour.py compares the tour with a run
+# what is stored is shown; tests/repository/test_tour.py compares the tour with a run
+nb_execution_mode = "off"
 nb_merge_streams = True
-copybutton_prompt_text = r">>> |\.\.\. "  # of the examples in docs/ops.md, whose results are not copied
+# of the examples in docs/ops.md, whose results are not copied
+copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
 LINK = re.compile(r"\]\(((?!\w+:)[^)#\s]+\.(?:py|yaml|yml|toml|txt|sh|patch))\)")
 PAGE_LINK = re.compile(r"\[[\w./-]+\.md\]\(([\w./-]+\.md)")
-COMMAND = re.compile(r"(\w+=\S+ )?(python|python3|pip|make|shardwright|sbatch|srun|kubectl|gcloud|sky|git|cp|export)\b")
+COMMAND = re.compile(
+    r"(\w+=\S+ )?"
+    r"(python|python3|pip|make|shardwright|sbatch|srun|kubectl|gcloud|sky|git|cp|export)\b"
+)
 """How blocks begin that a reader types."""
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sh": "bash", ".patch": "diff"}
+LANGUAGES = {
+    ".py": "python",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".toml": "toml",
+    ".sh": "bash",
+    ".patch": "diff",
+}
 
 
 def _title_of(page: Path) -> str:
     """The first heading of a page."""
-    return next(line.removeprefix("# ") for line in page.read_text().splitlines() if line.startswith("# "))
+    return next(
+        line.removeprefix("# ") for line in page.read_text().splitlines() if line.startswith("# ")
+    )
 
 
 def _write_groups() -> list[str]:
-    """Writes a page for each group of docs/README.md, with its pages below it in the sidebar. Returns their names."""
+    """Writes a page for each group of docs/README.md, with its pages below it in the sidebar.
+
+    Returns their names.
+    """
     names = []
     for group in (ROOT / "docs/README.md").read_text().split("\n## ")[1:]:
         caption, _, text = group.partition("\n")
         links = re.findall(r"\[([^]]+)\]\(([\w./-]+\.(?:md|ipynb))\)", text)
-        pages = {(ROOT / "docs" / link).resolve().relative_to(ROOT): title for title, link in reversed(links)}
+        pages = {
+            (ROOT / "docs" / link).resolve().relative_to(ROOT): title
+            for title, link in reversed(links)
+        }
         titles = {page: " ".join(title.split()) for page, title in reversed(pages.items())}
-        listed = "\n".join(f"{x[0].upper()}{x[1:]} </{page.with_suffix('')}>" for page, x in titles.items())
-        shown = re.sub(r"\]\(((?:\.\./)?)([\w./#-]+\))", lambda m: f"]({'/' if m[1] else '/docs/'}{m[2]}", text)
+        listed = "\n".join(
+            f"{x[0].upper()}{x[1:]} </{page.with_suffix('')}>" for page, x in titles.items()
+        )
+        shown = re.sub(
+            r"\]\(((?:\.\./)?)([\w./#-]+\))", lambda m: f"]({'/' if m[1] else '/docs/'}{m[2]}", text
+        )
         name = f"group-{caption.lower().replace(' ', '-')}"
-        (ROOT / SHOWN / f"{name}.md").write_text(f"# {caption}\n{shown}\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n")
+        (ROOT / SHOWN / f"{name}.md").write_text(
+            f"# {caption}\n{shown}\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
+        )
         names.append(name)
     return names
 
@@ -86,7 +114,9 @@ def _name_links(app, name: str, source: list[str]) -> None:
 
 
 def _mark_commands(app, name: str, source: list[str]) -> None:
-    """Highlights blocks without a language that are commands, so that they differ from what programs print."""
+    """Highlights blocks without a language that are commands, so that they differ from what
+    programs print.
+    """
     source[0] = re.sub(
         r"^```\n((?:[^`\n].*\n|\n)*?)```$",
         lambda m: f"```bash\n{m[1]}```" if COMMAND.match(m[1]) else m[0],
@@ -117,11 +147,18 @@ def _write_source_pages(app, config) -> None:
     (ROOT / SHOWN).mkdir(exist_ok=True)
     config.groups = _write_groups()
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "shardlib/README.md"]
-    targets = {(page.parent / link).resolve() for page in pages for link in LINK.findall(page.read_text())}
+    targets = {
+        (page.parent / link).resolve() for page in pages for link in LINK.findall(page.read_text())
+    }
     for target in (path for path in targets if path.is_file() and path.is_relative_to(ROOT)):
         path = target.relative_to(ROOT)
-        code = f"```{{literalinclude}} /{path}\n:language: {LANGUAGES.get(path.suffix, 'text')}\n:linenos:\n```\n"
-        (ROOT / SHOWN / _page_of(target)).write_text(f"---\norphan: true\n---\n\n# {path}\n\n{code}")
+        code = (
+            f"```{{literalinclude}} /{path}\n:language: "
+            f"{LANGUAGES.get(path.suffix, 'text')}\n:linenos:\n```\n"
+        )
+        (ROOT / SHOWN / _page_of(target)).write_text(
+            f"---\norphan: true\n---\n\n# {path}\n\n{code}"
+        )
 
 
 def setup(app) -> None:

@@ -1,4 +1,6 @@
-"""Diagrams of the pages, as SVGs on a light plate for light and dark themes: what `pictures.py` writes."""
+"""Diagrams of the pages, as SVGs on a light plate for light and dark themes: what `pictures.py`
+writes.
+"""
 
 import ast
 from pathlib import Path
@@ -7,7 +9,8 @@ STYLE = """
   text { font: 13px ui-sans-serif, system-ui, sans-serif; fill: #1f2328 }
   .code { font: 12px ui-monospace, monospace } .head { font-weight: 600 } .small { font-size: 11px }
   .box { fill: #ffffff; stroke: #8c959f } .line { stroke: #57606a; fill: none; stroke-width: 1.5 }
-  .a { fill: #b6d7f2 } .b { fill: #f7d7a8 } .c { fill: #c6e7c4 } .d { fill: #e3cdf0 } .tip { fill: #57606a }
+  .a { fill: #b6d7f2 } .b { fill: #f7d7a8 } .c { fill: #c6e7c4 }
+  .d { fill: #e3cdf0 } .tip { fill: #57606a }
   .plate { fill: #ffffff }
 """
 TIP = (
@@ -21,19 +24,32 @@ class Drawing:
 
     def __init__(self, width: int, height: int, title: str):
         self._head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" role="img">'
         )
         plate = f'<rect class="plate" width="{width}" height="{height}" rx="4"/>'
-        self._parts = [f"<title>{title}</title>", f"<style>{STYLE}</style>", f"<defs>{TIP}</defs>", plate]
+        self._parts = [
+            f"<title>{title}</title>",
+            f"<style>{STYLE}</style>",
+            f"<defs>{TIP}</defs>",
+            plate,
+        ]
 
     def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> None:
         """Text whose baseline is at y."""
         text = text.replace("&", "&amp;").replace("<", "&lt;")
-        self._parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{text}</text>')
+        self._parts.append(
+            f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{text}</text>'
+        )
 
-    def box(self, x: float, y: float, width: float, height: float, kind: str = "box", text: str = "") -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, kind: str = "box", text: str = ""
+    ) -> None:
         """A rectangle, with a text in its middle."""
-        self._parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" class="{kind}"/>')
+        self._parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" '
+            f'class="{kind}"/>'
+        )
         if text:
             self.text(x + width / 2, y + height / 2 + 4, text, "small")
 
@@ -47,8 +63,14 @@ class Drawing:
 
 
 def mesh() -> str:
-    """A weight `M/d F/t` on a mesh of d=2 and t=2: at rest, gathered for a matmul, and the partial sum that follows."""
-    found = Drawing(760, 318, "A weight on four devices: sharded at rest, gathered over d, and a partial sum over t")
+    """A weight `M/d F/t` on a mesh of d=2 and t=2: at rest, gathered for a matmul, and the partial
+    sum that follows.
+    """
+    found = Drawing(
+        760,
+        318,
+        "A weight on four devices: sharded at rest, gathered over d, and a partial sum over t",
+    )
     columns = (
         ("at rest", "f32[M/d F/t]", "each device holds a quarter"),
         ("all_gather over d", "act[M F/t]", "whole M, one half of F"),
@@ -79,8 +101,14 @@ def mesh() -> str:
 
 
 def step() -> str:
-    """A step of one device over time: matmuls above, and below the collectives that overlap with them."""
-    found = Drawing(800, 176, "Timeline of a training step: compute, and the communication that overlaps with it")
+    """A step of one device over time: matmuls above, and below the collectives that overlap with
+    them.
+    """
+    found = Drawing(
+        800,
+        176,
+        "Timeline of a training step: compute, and the communication that overlaps with it",
+    )
     found.text(12, 66, "compute", "head", "start")
     found.text(12, 116, "network", "head", "start")
     x = 90
@@ -125,7 +153,11 @@ FLOORS = (
 
 def floor_of(module: str) -> str | None:
     """The floor of a module, the longest path that its name begins with."""
-    found = [name for name, _ in FLOORS if f"{module}.".startswith(f"{name.removesuffix('.py').replace('/', '.')}.")]
+    found = [
+        name
+        for name, _ in FLOORS
+        if f"{module}.".startswith(f"{name.removesuffix('.py').replace('/', '.')}.")
+    ]
     return max(found, key=len, default=None)
 
 
@@ -133,25 +165,46 @@ def imports_of(floor: str, root: Path) -> set[str | None]:
     """The floors that the modules of a floor import."""
     path, found = root / floor, set()
     for file in path.rglob("*.py") if path.is_dir() else [path]:
-        if file.is_symlink() or floor_of(".".join(file.relative_to(root).with_suffix("").parts)) != floor:
+        if (
+            file.is_symlink()
+            or floor_of(".".join(file.relative_to(root).with_suffix("").parts)) != floor
+        ):
             continue
         nodes = [*ast.walk(ast.parse(file.read_text()))]
-        found |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+        found |= {
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        }
+        froms = [
+            node
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        ]
         found |= {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
-    return {"train.py" if name.startswith("shardwright.train.") else floor_of(name) for name in found}
+    return {
+        "train.py" if name.startswith("shardwright.train.") else floor_of(name) for name in found
+    }
 
 
 def architecture(root: Path) -> str:
     """The packages as floors, and which imports which, as the source has it."""
-    found = Drawing(760, 24 + 62 * len(FLOORS), "The packages of shardwright, each importing only those below it")
+    found = Drawing(
+        760,
+        24 + 62 * len(FLOORS),
+        "The packages of shardwright, each importing only those below it",
+    )
     for i, (name, purpose) in enumerate(FLOORS):
         y, used = 12 + 62 * i, imports_of(name, root)
         below = [other for other, _ in FLOORS[i + 1 :] if other in used]
         found.box(10, y, 740, 50, "abcd"[i % 4])
         found.text(24, y + 21, name if "." in name else f"{name}/", "head", "start")
         found.text(24, y + 40, purpose, "small", "start")
-        found.text(738, y + 21, f"imports {', '.join(below)}" if below else "imports none of these", "small", "end")
+        found.text(
+            738,
+            y + 21,
+            f"imports {', '.join(below)}" if below else "imports none of these",
+            "small",
+            "end",
+        )
     return str(found)
 
 

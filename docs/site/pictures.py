@@ -13,8 +13,11 @@ TOUR = ROOT / "docs/tour.ipynb"
 
 
 def zigzag(devices: int = 4) -> str:
-    """An SVG of causal attention in a ring: who computes which chunks of the scores, in which turn, in both orders."""
-    plt.rcParams |= {"svg.hashsalt": "zigzag", "svg.fonttype": "none"}  # the same file each time, with text as text
+    """An SVG of causal attention in a ring: who computes which chunks of the scores, in which turn,
+    in both orders.
+    """
+    # the same file each time, with text as text
+    plt.rcParams |= {"svg.hashsalt": "zigzag", "svg.fonttype": "none"}
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
     colors, chunks = plt.get_cmap("Set2").colors, 2 * devices
     orders = {
@@ -27,10 +30,14 @@ def zigzag(devices: int = 4) -> str:
             for k in range(q + 1):
                 device, turn = device_of(q), (device_of(q) - device_of(k)) % devices
                 work[device] += 0.5 if q == k else 1
-                ax.add_patch(plt.Rectangle((k, q), 1, 1, facecolor=colors[device], edgecolor="white"))
+                ax.add_patch(
+                    plt.Rectangle((k, q), 1, 1, facecolor=colors[device], edgecolor="white")
+                )
                 ax.text(k + 0.5, q + 0.5, str(turn), ha="center", va="center")
         labels = [f"{chunk} · device {device_of(chunk)}" for chunk in range(chunks)]
-        ax.set(xlim=(0, chunks), ylim=(chunks, 0), aspect="equal", xlabel="chunk of keys", title=title)
+        ax.set(
+            xlim=(0, chunks), ylim=(chunks, 0), aspect="equal", xlabel="chunk of keys", title=title
+        )
         ax.set_xticks([i + 0.5 for i in range(chunks)], range(chunks))
         ax.set_yticks([i + 0.5 for i in range(chunks)], labels)
         share = ", ".join(f"{x:g}" for x in work)
@@ -49,7 +56,9 @@ def main() -> None:
     diagrams.main()
     (ROOT / "docs/pictures/zigzag.svg").write_text(zigzag())
     notebook = nbformat.read(TOUR, as_version=4)
-    nbclient.execute(notebook, cwd=str(TOUR.parent), timeout=300, kernel_name="python3", record_timing=False)
+    nbclient.execute(
+        notebook, cwd=str(TOUR.parent), timeout=300, kernel_name="python3", record_timing=False
+    )
     nbformat.write(notebook, TOUR)
 
 

@@ -1,1 +1,3 @@
-"""Sets up the devices and processes of a run: mesh, compiler options, joining, watching for stalls, stopping."""
+"""Sets up the devices and processes of a run: mesh, compiler options, joining, watching for stalls,
+stopping.
+"""

@@ -17,19 +17,22 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """Context in which the first SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 requests a stop after a step.
+    """Context in which the first SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 requests a stop after
+    a step.
 
-    Slurm sends SIGUSR1 or SIGUSR2 before a time limit, if asked to (--signal=USR1@120). One with a handler, as of
-    submitit, keeps it. A second SIGINT acts as usual. Further SIGTERMs are ignored, because schedulers send several,
-    and one may arrive during the last save. SIGHUP stays ignored if it was, as under nohup.
+    Slurm sends SIGUSR1 or SIGUSR2 before a time limit, if asked to (--signal=USR1@120). One with a
+    handler, as of submitit, keeps it. A second SIGINT acts as usual. Further SIGTERMs are ignored,
+    because schedulers send several, and one may arrive during the last save. SIGHUP stays ignored
+    if it was, as under nohup.
 
-    With several processes, a signal to any of them stops all after the same step: JAX's preemption service, which
-    handles SIGTERM since jax.distributed.initialize, agrees on the next poll that no process has made. Only the main
-    thread gets signals; in other threads this does nothing.
+    With several processes, a signal to any of them stops all after the same step: JAX's preemption
+    service, which handles SIGTERM since jax.distributed.initialize, agrees on the next poll that no
+    process has made. Only the main thread gets signals; in other threads this does nothing.
 
     Args:
-        at_once: True for the time before the first step: a signal to a run of one process raises Stopped, or as usual
-            KeyboardInterrupt. A context inside ends this time, and yields this StopRequest.
+        at_once: True for the time before the first step: a signal to a run of one process raises
+            Stopped, or as usual KeyboardInterrupt. A context inside ends this time, and yields this
+            StopRequest.
     """
 
     _current: "StopRequest | None" = None
@@ -51,7 +54,9 @@ class StopRequest:
                 own.append(signal.SIGTERM)
             if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
                 own.append(signal.SIGHUP)
-            own += [x for x in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(x) == signal.SIG_DFL]
+            own += [
+                x for x in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(x) == signal.SIG_DFL
+            ]
             for number in own:
                 self._previous[number] = signal.signal(number, self._request)
         return self
@@ -78,6 +83,7 @@ class StopRequest:
         if signal.SIGINT in self._previous:
             signal.signal(signal.SIGINT, self._previous.pop(signal.SIGINT))
         if jax.process_count() > 1:
-            os.kill(os.getpid(), signal.SIGTERM)  # the only signal that JAX forwards to the other processes
+            # the only signal that JAX forwards to the other processes
+            os.kill(os.getpid(), signal.SIGTERM)
         elif self._at_once and is_first:
             raise KeyboardInterrupt if number == signal.SIGINT else Stopped(self._name)

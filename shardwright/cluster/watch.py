@@ -1,7 +1,9 @@
-"""Watches runs of several processes: ends a stalled one with its stack, and a failed one with its own error.
+"""Watches runs of several processes: ends a stalled one with its stack, and a failed one with its
+own error.
 
-JAX ends all processes of a run when one dies or sends no heartbeat (distributed.heartbeat_timeout), but not when one is
-alive and never reaches its next step, for which all others wait. The watch ends that process, so JAX ends the others.
+JAX ends all processes of a run when one dies or sends no heartbeat (distributed.heartbeat_timeout),
+but not when one is alive and never reaches its next step, for which all others wait. The watch ends
+that process, so JAX ends the others.
 """
 
 import atexit
@@ -63,10 +65,11 @@ def pause(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(c: DistributedConfig) -> Iterator[None]:
-    """Context that ends this process with STALLED if its main thread makes no progress for too long.
+    """Context that ends this process with STALLED if its main thread makes no progress for too
+    long.
 
-    All processes leave it together. After an exception the process prints it and ends with the code of `exit_of`,
-    without waiting for the others. Does nothing in a run of one process.
+    All processes leave it together. After an exception the process prints it and ends with the code
+    of `exit_of`, without waiting for the others. Does nothing in a run of one process.
 
     Raises:
         ValueError: the number of processes is not distributed.count.
@@ -75,8 +78,8 @@ def watched(c: DistributedConfig) -> Iterator[None]:
     count = jax.process_count()
     if c.count not in (None, count):
         raise ValueError(
-            f"distributed.count is {c.count}, but {count} processes found one another. Start that many, e.g. with "
-            "srun, or change distributed.count."
+            f"distributed.count is {c.count}, but {count} processes found one another. Start that "
+            f"many, e.g. with srun, or change distributed.count."
         )
     if count == 1:
         yield
@@ -88,19 +91,24 @@ def watched(c: DistributedConfig) -> Iterator[None]:
     try:
         yield
         now_at("waiting for the other processes to end", paused=True)
-        # JAX answers SIGTERM once all processes have noticed it. It waits three minutes for one that has left.
+        # JAX answers SIGTERM once all processes have noticed it. It waits three minutes for one
+        # that has left.
         multihost_utils.sync_global_devices("end")
     except BaseException as error:
         now_at("ending after an error")
-        atexit.register(_end_after_error, 130 if isinstance(error, KeyboardInterrupt) else exit_of(error).code)
+        atexit.register(
+            _end_after_error, 130 if isinstance(error, KeyboardInterrupt) else exit_of(error).code
+        )
         raise
     over.set()
 
 
 def write_hosts(path: Path) -> None:
-    """Writes the host of each process to a file, one per line, in process 0, and prints a few of them.
+    """Writes the host of each process to a file, one per line, in process 0, and prints a few of
+    them.
 
-    JAX's messages name a process only by its number, as a task. Does nothing in a run of one process.
+    JAX's messages name a process only by its number, as a task. Does nothing in a run of one
+    process.
     """
     if jax.process_count() == 1:
         return
@@ -110,7 +118,10 @@ def write_hosts(path: Path) -> None:
         path.write_text("".join(f"{i} {host}\n" for i, host in enumerate(hosts)))
         more = f", …: {len(hosts)} in {path}" if len(hosts) > SHOWN_HOSTS else ""
         say(
-            "processes  " + ", ".join(f"{i} on {host}" for i, host in enumerate(hosts[:SHOWN_HOSTS])) + more, flush=True
+            "processes  "
+            + ", ".join(f"{i} on {host}" for i, host in enumerate(hosts[:SHOWN_HOSTS]))
+            + more,
+            flush=True,
         )
 
 
@@ -123,7 +134,11 @@ def _watch(c: DistributedConfig, who: str, over: threading.Event) -> None:
         place = _place
         limit = c.pause_timeout if place.paused else c.stall_timeout
         if seconds >= limit:
-            _end_stalled(place, f"{limit} s (distributed.{'pause' if place.paused else 'stall'}_timeout)", who)
+            _end_stalled(
+                place,
+                f"{limit} s (distributed.{'pause' if place.paused else 'stall'}_timeout)",
+                who,
+            )
 
 
 def _end_stalled(place: _Place, limit: str, who: str) -> None:
@@ -132,8 +147,8 @@ def _end_stalled(place: _Place, limit: str, who: str) -> None:
         where = place.what if place.step is None else f"{place.what}, at step {place.step}"
         message = (
             f"\n{show_cursor}shardwright: {who} stalled: it was {where}, for {limit}.\n"
-            "This ends all processes. If several stall, they wait for the one at the earliest point. "
-            f"{STALLED.next} The threads of this one:\n"
+            "This ends all processes. If several stall, they wait for the one at the earliest "
+            f"point. {STALLED.next} The threads of this one:\n"
         )
         os.write(2, message.encode())  # sys.stderr may be locked by the thread that hangs
         faulthandler.dump_traceback(file=2, all_threads=True)
@@ -142,9 +157,12 @@ def _end_stalled(place: _Place, limit: str, who: str) -> None:
 
 
 def _end_after_error(code: int) -> None:
-    """Ends the process at exit, instead of JAX's shutdown, which would wait for the other processes."""
+    """Ends the process at exit, instead of JAX's shutdown, which would wait for the other
+    processes.
+    """
     if jax.process_index() == 0:
-        # JAX's service ends with process 0, which aborts the others, maybe before they print the same error.
+        # JAX's service ends with process 0, which aborts the others, maybe before they print the
+        # same error.
         time.sleep(_GRACE_S)
     sys.stdout.flush()
     sys.stderr.flush()

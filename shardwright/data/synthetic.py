@@ -4,11 +4,13 @@ Each document is a task id and the task's data, of random length. `digits` are r
 
     copy                      COPY digits SEPARATOR digits
     reverse                   REVERSE digits SEPARATOR digits-in-reverse
-    copy at a given distance  COPY_AT distance digits; from the distance on, each digit is the one `distance` before it
-    … at an unknown distance  COPY_AT_UNKNOWN digits; the same, but the distance is not given
-    Gaussian mixture          GAUSSIANS bins; samples from a mixture drawn for this document, rounded to bins
+    copy at a given distance  COPY_AT distance digits; from the distance on, each digit is the one
+    `distance` before it … at an unknown distance  COPY_AT_UNKNOWN digits; the same, but the
+    distance is not given Gaussian mixture          GAUSSIANS bins; samples from a mixture drawn for
+    this document, rounded to bins
 
-Copy and reverse are the algorithmic tasks of Section 4 of arXiv 2002.09402: up to 40 integers from 0 to 9.
+Copy and reverse are the algorithmic tasks of Section 4 of arXiv 2002.09402: up to 40 integers from
+0 to 9.
 """
 
 import numpy as np
@@ -22,9 +24,11 @@ FIRST_DISTANCE = 32
 FIRST_BIN = 256
 """The bins of the Gaussian mixtures follow, NUM_BINS of them."""
 MAX_DIGITS, MAX_DISTANCE, MAX_LENGTH = 40, 16, 64
-"""Largest number of digits to copy or reverse, largest distance, largest number of digits or samples elsewhere."""
+"""Largest number of digits to copy or reverse, largest distance, largest number of digits or
+samples elsewhere."""
 NUM_BINS, MAX_COMPONENTS, MAX_SIGMA = 768, 3, 8.0
-"""Gaussian mixtures: number of bins, largest number of components, largest standard deviation in bins."""
+"""Gaussian mixtures: number of bins, largest number of components, largest standard deviation in
+bins."""
 
 Document = Int64[np.ndarray, "tokens"]
 

@@ -1,4 +1,6 @@
-"""Reads untrusted files safely: bounded sizes, JSON and YAML as plain data, text without control characters."""
+"""Reads untrusted files safely: bounded sizes, JSON and YAML as plain data, text without control
+characters.
+"""
 
 import contextlib
 import errno
@@ -15,19 +17,26 @@ from typing import Any, get_args
 import yaml
 
 SMALL, LARGE = 2**24, 2**27
-"""Most bytes of a descriptive file, such as settings, and of a table, such as a vocabulary or prompts."""
+"""Most bytes of a descriptive file, such as settings, and of a table, such as a vocabulary or
+prompts."""
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 """Bytes of memory of this host."""
 COPY_AGAIN = "Copy or download it again."
-POINTERS = {b"version https://git-lfs.github.com/spec/": "git lfs pull", b"/annex/objects/": "git annex get"}
-"""First bytes of a file that stands for content which Git has not fetched, and the command that fetches it."""
+POINTERS = {
+    b"version https://git-lfs.github.com/spec/": "git lfs pull",
+    b"/annex/objects/": "git annex get",
+}
+"""First bytes of a file that stands for content which Git has not fetched, and the command that
+fetches it."""
 POINTER_BYTES = 2**10
 """No pointer is larger."""
 
-_UNSAFE = re.compile(r"[^\S \n\t\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]|[\x00-\x08\x0e-\x1b\x7f-\x9f\ud800-\udfff"
-                     r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # fmt: skip
-"""Characters that control the terminal or reorder text: control characters, line breaks other than a line feed, halves
-of surrogate pairs, and the controls of bidirectional text."""
+_UNSAFE = re.compile(
+    r"[^\S \n\t\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]|[\x00-\x08\x0e-\x1b\x7f-\x9f"
+    r"\ud800-\udfff\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+"""Characters that control the terminal or reorder text: control characters, line breaks other than
+a line feed, halves of surrogate pairs, and the controls of bidirectional text."""
 
 
 def shown(text: object) -> str:
@@ -56,11 +65,16 @@ def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
     remedy = COPY_AGAIN
     try:
         status = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte in the name
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        # ValueError: a null byte in the name
         if not os.path.islink(path):
             raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
         why = "it is a link to a file that is missing"
-        remedy = "Run `git annex get` in its folder." if "annex/objects/" in os.readlink(path) else COPY_AGAIN
+        remedy = (
+            "Run `git annex get` in its folder."
+            if "annex/objects/" in os.readlink(path)
+            else COPY_AGAIN
+        )
     except OSError as error:  # a link to itself is damage; for other errors the file may be intact
         kind = Damaged if error.errno == errno.ELOOP else ValueError
         why = error.strerror
@@ -83,8 +97,8 @@ def check_pointer(where: str, content: bytes) -> None:
     for start, command in POINTERS.items():
         if content.startswith(start):
             raise ValueError(
-                f"{where} is a pointer of {command.rpartition(' ')[0]}: its content is not downloaded. Run `{command}` "
-                "in its folder, or download the file itself."
+                f"{where} is a pointer of {command.rpartition(' ')[0]}: its content is not "
+                f"downloaded. Run `{command}` in its folder, or download the file itself."
             )
 
 
@@ -126,7 +140,9 @@ def decode(content: bytes) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, without a full stop; its class name if there is no message."""
+    """Returns the first line of an error's message, without a full stop; its class name if there is
+    no message.
+    """
     if isinstance(error, UnicodeDecodeError) and error.encoding == "utf-8":
         return f"it is not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start}"
     return next(iter(str(error).splitlines()), "").rstrip(". ") or type(error).__name__
@@ -137,7 +153,9 @@ def read_object(path: str | os.PathLike, kinds: object = dict, most: int = SMALL
     return parse_object(str(path), read_text(path, most), kinds)
 
 
-def parse_object(where: str, content: str | bytes, kinds: object = dict, remedy: str = COPY_AGAIN) -> dict[str, Any]:
+def parse_object(
+    where: str, content: str | bytes, kinds: object = dict, remedy: str = COPY_AGAIN
+) -> dict[str, Any]:
     """Parses a JSON object.
 
     Args:
@@ -170,15 +188,19 @@ WORDS = {
 _MISSING = object()
 
 
-def check_types(where: str, value: Any, kind: Any, remedy: str = COPY_AGAIN, name: str = "") -> None:
-    """Checks the types in a JSON value. Raises ValueError, with name and value, for the first part that is wrong.
+def check_types(
+    where: str, value: Any, kind: Any, remedy: str = COPY_AGAIN, name: str = ""
+) -> None:
+    """Checks the types in a JSON value.
+
+    Raises ValueError, with name and value, for the first part that is wrong.
 
     Args:
         where: source of the value, for messages.
         value: as `json` and `yaml` return it.
-        kind: a type, or several as in `str | None`; a whole number is also a `float`. `[kind]` is a list of any length,
-            a tuple of kinds a list of that length. A dict maps keys to kinds; a key with ? may be missing, and `str`
-            stands for all keys.
+        kind: a type, or several as in `str | None`; a whole number is also a `float`. `[kind]` is a
+            list of any length, a tuple of kinds a list of that length. A dict maps keys to kinds; a
+            key with ? may be missing, and `str` stands for all keys.
         remedy: last sentence of the message.
         name: of the value, for messages.
     """
@@ -188,16 +210,28 @@ def check_types(where: str, value: Any, kind: Any, remedy: str = COPY_AGAIN, nam
         for key, of_key in kind.items() if matches else ():
             keys = [*value] if key is str else [str(key).removesuffix("?")]
             needed = key is not str and not str(key).endswith("?")
-            parts += [(f"{name}.{k}".lstrip("."), value.get(k, _MISSING), of_key) for k in keys if needed or k in value]
+            parts += [
+                (f"{name}.{k}".lstrip("."), value.get(k, _MISSING), of_key)
+                for k in keys
+                if needed or k in value
+            ]
     elif isinstance(kind, list | tuple):
         matches = type(value) is list and (isinstance(kind, list) or len(value) == len(kind))
-        parts = [(name, *pair) for pair in zip(value, itertools.cycle(kind), strict=False)] if matches else []
+        parts = (
+            [(name, *pair) for pair in zip(value, itertools.cycle(kind), strict=False)]
+            if matches
+            else []
+        )
     else:
         kinds = get_args(kind) or (kind,)
         matches = type(value) in kinds or (type(value) is int and float in kinds)
     if not matches:
         found = "missing" if value is _MISSING else f"{value!r:.80}"
-        raise ValueError(f"{where}: {name} is {found}; it must be {_words(kind)}. {remedy}".replace(":  is", " is"))
+        raise ValueError(
+            f"{where}: {name} is {found}; it must be {_words(kind)}. {remedy}".replace(
+                ":  is", " is"
+            )
+        )
     for part_name, part, of_part in parts:
         check_types(where, part, of_part, remedy, part_name)
 
@@ -212,10 +246,11 @@ def _words(kind: object) -> str:
 
 @contextlib.contextmanager
 def refused(what: str, remedy: str = COPY_AGAIN) -> Iterator[None]:
-    """Context in which a library reads untrusted data: turns any error into a ValueError that begins with `what`.
+    """Context in which a library reads untrusted data: turns any error into a ValueError that
+    begins with `what`.
 
-    Also a panic of a Rust library, which is not an Exception. The message includes the causes, because `datasets` often
-    reports only that something went wrong.
+    Also a panic of a Rust library, which is not an Exception. The message includes the causes,
+    because `datasets` often reports only that something went wrong.
     """
     try:
         yield
@@ -227,7 +262,8 @@ def refused(what: str, remedy: str = COPY_AGAIN) -> Iterator[None]:
         causes = [error]
         while causes[-1].__cause__ is not None:
             causes.append(causes[-1].__cause__)
-        why = ": ".join(re.sub(r" \[\w+='.*", "", first_line(cause)) for cause in causes)  # details of tensorstore
+        # details of tensorstore
+        why = ": ".join(re.sub(r" \[\w+='.*", "", first_line(cause)) for cause in causes)
         raise ValueError(f"{what}: {why}. {remedy}".rstrip()) from error
 
 
@@ -241,13 +277,19 @@ def parse_json(text: str | bytes) -> Any:
 
 class _Plain(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):  # a few lines of nested aliases can expand to fill memory
-            raise yaml.YAMLError(f"it repeats a part, *{self.peek_event().anchor}, instead of writing it again")
+        if self.check_event(yaml.AliasEvent):
+            # a few lines of nested aliases can expand to fill memory
+            raise yaml.YAMLError(
+                f"it repeats a part, *{self.peek_event().anchor}, instead of writing it again"
+            )
         return super().compose_node(parent, index)
 
 
 def parse_yaml(text: str) -> Any:
-    """Parses a YAML text without aliases. Raises ValueError, with a message of one line, if it is not valid."""
+    """Parses a YAML text without aliases.
+
+    Raises ValueError, with a message of one line, if it is not valid.
+    """
     try:
         return yaml.load(text, _Plain)
     except Exception as error:  # PyYAML raises various errors for a tag that does not fit its value
@@ -255,7 +297,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def number(value: Any) -> float:
-    """Converts a JSON value to a number; infinities and NaN may be strings. NaN if it is not a number."""
+    """Converts a JSON value to a number; infinities and NaN may be strings.
+
+    NaN if it is not a number.
+    """
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,6 @@
-"""Compares a run's logits with those of transformers for the same model files, in f32 on one CPU device."""
+"""Compares a run's logits with those of transformers for the same model files, in f32 on one CPU
+device.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,16 @@ CAUSAL = ("gpt2", *families.KINDS)
 
 
 def module_for(config: dict) -> str:
-    """Returns the value of model.module for a model with this config.json, as transformers reads it."""
+    """Returns the value of model.module for a model with this config.json, as transformers reads
+    it.
+    """
     kind = families.kind_in(config)
     return families.KINDS[kind].module if kind in families.KINDS else kind
 
 
 def mapping_of(module: str) -> Any:
-    """Returns the Python module with `to_huggingface` and `from_huggingface` for `model.module: module`.
+    """Returns the Python module with `to_huggingface` and `from_huggingface` for `model.module:
+    module`.
 
     Raises:
         ValueError: there is no such module, or it lacks them.
@@ -43,13 +48,17 @@ def mapping_of(module: str) -> Any:
     found = families if module in families.MODULES else module_of(module)
     for name in ("to_huggingface", "from_huggingface"):
         if not hasattr(found, name):
-            raise ValueError(f"model.module is {module!r}, which has no {name}; see docs/huggingface.md.")
+            raise ValueError(
+                f"model.module is {module!r}, which has no {name}; see docs/huggingface.md."
+            )
     return found
 
 
 def forward_of(c: object) -> Forward:
     """Returns the run's forward pass in f32, without approximations."""
-    training = TrainingConfig(batch_size=1, seq_len=LENGTH, steps=1, compute_dtype="f32", attention="einsum")
+    training = TrainingConfig(
+        batch_size=1, seq_len=LENGTH, steps=1, compute_dtype="f32", attention="einsum"
+    )
     return Forward(load_model(c), training, load_spec().attention)
 
 
@@ -59,7 +68,9 @@ def one_device() -> Any:
 
 
 def check_rules(c: ModelConfig, config: dict) -> None:
-    """Raises ValueError if attention masks differ from config.json, which a short text may not show."""
+    """Raises ValueError if attention masks differ from config.json, which a short text may not
+    show.
+    """
     model_type, window = config.get("model_type"), config.get("sliding_window")
     if model_type not in CAUSAL:
         return
@@ -70,9 +81,10 @@ def check_rules(c: ModelConfig, config: dict) -> None:
         windows = (Window(window),) if window and layers[call.place] == "sliding_attention" else ()
         if set(call.pattern.mask_mod) - {same_document} != {causal, *windows}:
             raise ValueError(
-                f"layer {call.place} has the attention mask `{call.pattern}`; {model_type} in transformers has "
-                f"`{AttentionMask((causal, same_document, *windows))}`: its logits differ. Give the module its own "
-                "functions to convert it as another model_type."
+                f"layer {call.place} has the attention mask `{call.pattern}`; {model_type} in "
+                f"transformers has `{AttentionMask((causal, same_document, *windows))}`: its "
+                "logits differ. Give the module its own functions to convert it as another "
+                "model_type."
             )
 
 
@@ -83,24 +95,32 @@ def compare_logits(c: Any, weights: object, directory: Path, tensors: Tensors | 
         c: the run's ModelConfig.
         weights: weights of the run, as NumPy arrays.
         directory: directory of config.json and the safetensors.
-        tensors: what transformers computes with, if not the files, of which it would quantize or dequantize some.
+        tensors: what transformers computes with, if not the files, of which it would quantize or
+            dequantize some.
 
     Raises:
-        ValueError: the logits differ by more than TOLERANCE, or are not finite; torch is missing, or transformers has
-            no model of this type.
+        ValueError: the logits differ by more than TOLERANCE, or are not finite; torch is missing,
+            or transformers has no model of this type.
     """
     try:
         import torch
         import transformers
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"the comparison with transformers needs {error.name}: pip install torch transformers, or set check=false."
+            f"the comparison with transformers needs {error.name}: pip install torch transformers, "
+            "or set check=false."
         ) from error
-    options: dict[str, Any] = {"attn_implementation": "eager", "use_safetensors": True, "trust_remote_code": False}
+    options: dict[str, Any] = {
+        "attn_implementation": "eager",
+        "use_safetensors": True,
+        "trust_remote_code": False,
+    }
     kind, source = transformers.AutoModelForCausalLM, directory
     with refused("transformers does not open this model", "check=false skips the comparison."):
         if tensors is not None:
-            config = options["config"] = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            config = options["config"] = transformers.AutoConfig.from_pretrained(
+                directory, trust_remote_code=False
+            )
             vars(config).pop("quantization_config", None)
             options["state_dict"] = {name: torch.tensor(x) for name, x in tensors.items()}
             with torch.device("meta"):
@@ -115,10 +135,13 @@ def compare_logits(c: Any, weights: object, directory: Path, tensors: Tensors | 
     far = np.max(np.abs(found - own)) / np.max(np.abs(own))
     if not far <= TOLERANCE:
         raise ValueError(
-            f"the logits of this {model.config.model_type} are not the run's own: of {length} tokens, they differ by "
-            f"{far:.2g} of the largest."
+            f"the logits of this {model.config.model_type} are not the run's own: of {length} "
+            f"tokens, they differ by {far:.2g} of the largest."
         )
-    return f"logits of {length} tokens with those of transformers: they differ by at most {far:.1g} of the largest"
+    return (
+        f"logits of {length} tokens with those of transformers: they differ by at most "
+        f"{far:.1g} of the largest"
+    )
 
 
 def own_logits(c: object, weights: object, targets: np.ndarray) -> np.ndarray:

@@ -28,18 +28,19 @@ class Kind(NamedTuple):
     settings: Mapping[str, str] = {}
     """Our settings that differ within the family, with the names in transformers."""
     every: Mapping[str, tuple[str, Any, Any]] = {}
-    """Our settings that change every n-th layer, with the list of layers in transformers' config.json, and its entries
-    for such a layer and for the others."""
+    """Our settings that change every n-th layer, with the list of layers in transformers'
+    config.json, and its entries for such a layer and for the others."""
     fixed: Mapping[str, Any] = {}
     """Settings in transformers that must have these values for the same math."""
     names: Mapping[str, str] = {}
-    """Weights of a layer, ours and theirs, with {} for the index of an expert. Several of ours that map to one of
-    theirs are concatenated in it."""
+    """Weights of a layer, ours and theirs, with {} for the index of an expert. Several of ours that
+    map to one of theirs are concatenated in it."""
     stacks: Mapping[str, str] = {}
-    """Stacked weights of a layer's experts. Several of ours that map to one of theirs are interleaved in it."""
+    """Stacked weights of a layer's experts. Several of ours that map to one of theirs are
+    interleaved in it."""
     neighbors: Mapping[str, str] = {}
-    """Our weights of queries and keys whose last entries, as many as this setting says, RoPE turns as neighbors, where
-    ours turns one of each half."""
+    """Our weights of queries and keys whose last entries, as many as this setting says, RoPE turns
+    as neighbors, where ours turns one of each half."""
 
 
 _SETTINGS = {
@@ -89,7 +90,11 @@ _LAYER = {
     "w_up": "mlp.up_proj.weight",
     "w_down": "mlp.down_proj.weight",
 }
-_WHOLE = {"embed": "model.embed_tokens.weight", "unembed": "lm_head.weight", "final_norm": "model.norm.weight"}
+_WHOLE = {
+    "embed": "model.embed_tokens.weight",
+    "unembed": "lm_head.weight",
+    "final_norm": "model.norm.weight",
+}
 
 _WINDOW = {"window": "sliding_window"}
 _FULL_EVERY = {"full_every": ("layer_types", "full_attention", "sliding_attention")}
@@ -107,7 +112,10 @@ _FUSED: dict[str, str] = dict.fromkeys(("w_q", "w_k", "w_v"), "self_attn.qkv_pro
 _FUSED |= dict.fromkeys(("w_gate", "w_up"), "mlp.gate_up_proj.weight")
 _OLMO = {"norms": "after", "qk_norm_all": True}
 _GEMMA = {"norms": "both", "norm_offset": True, "embedding_scaled": True, "activation": "gelu"}
-_GEMMA_SETTINGS = _WINDOW | {"logit_softcap": "final_logit_softcapping", "attention_scalar": "query_pre_attn_scalar"}
+_GEMMA_SETTINGS = _WINDOW | {
+    "logit_softcap": "final_logit_softcapping",
+    "attention_scalar": "query_pre_attn_scalar",
+}
 _CAPPED = {"attention_softcap": "attn_logit_softcapping"}
 _GELU = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
 
@@ -119,7 +127,9 @@ _ROUTER = {"router": "mlp.gate.weight"}
 _SWIGLU = _ROUTER | {f"w_{x}": f"mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")}
 _MIXTRAL = (("w_gate", "w1"), ("w_up", "w3"), ("w_down", "w2"))
 _SHARED_WIDTH = "shared_expert_intermediate_size"
-_SCORED_BY_TOKEN = {f"shared_{x}": f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")}
+_SCORED_BY_TOKEN = {
+    f"shared_{x}": f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")
+}
 _SCORED_BY_TOKEN |= _SWIGLU | {"shared_score": "mlp.shared_expert_gate.weight"}
 _SCORED = {"scores": "sigmoid", "correction_bias": True}
 _SCORED_SETTINGS = _SPARSE | {
@@ -131,7 +141,9 @@ _SCORED_SETTINGS = _SPARSE | {
     "dense_layers": "first_k_dense_replace",
     "dense_d_ff": "intermediate_size",
 }
-_SCORED_NAMES = {f"shared_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")}
+_SCORED_NAMES = {
+    f"shared_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")
+}
 _SCORED_NAMES |= _SWIGLU | {"router_bias": "mlp.gate.e_score_correction_bias"}
 KINDS = {
     "llama": Kind("train"),
@@ -139,7 +151,13 @@ KINDS = {
     "mistral": Kind("family", settings=_WINDOW),
     "qwen2": Kind("family", ours={"qkv_bias": True}, names=_QKV_BIAS),
     "olmo2": Kind("family", ours=_OLMO, names=_OUT_NORMS | _QK_ALL),
-    "olmo3": Kind("family", ours=_OLMO, settings=_WINDOW | _WINDOW_ROPE, every=_FULL_EVERY, names=_OUT_NORMS | _QK_ALL),
+    "olmo3": Kind(
+        "family",
+        ours=_OLMO,
+        settings=_WINDOW | _WINDOW_ROPE,
+        every=_FULL_EVERY,
+        names=_OUT_NORMS | _QK_ALL,
+    ),
     "smollm3": Kind("family", every={"no_rope_every": ("no_rope_layers", 0, 1)}),
     "gemma2": Kind(
         "family",
@@ -165,7 +183,9 @@ KINDS = {
         names={"router": "block_sparse_moe.gate.weight"}
         | {ours: f"block_sparse_moe.experts.{{}}.{theirs}.weight" for ours, theirs in _MIXTRAL},
     ),
-    "qwen3_moe": Kind("moe", ours={"qk_norm": True}, settings=_SPARSE, fixed=_ALL_SPARSE, names=_SWIGLU),
+    "qwen3_moe": Kind(
+        "moe", ours={"qk_norm": True}, settings=_SPARSE, fixed=_ALL_SPARSE, names=_SWIGLU
+    ),
     "qwen2_moe": Kind(
         "moe",
         ours={"shared_scored": True},
@@ -176,14 +196,21 @@ KINDS = {
     "glm4_moe": Kind(
         "moe",
         ours=_SCORED,
-        settings=_SCORED_SETTINGS | {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"} | _ROTARY_SHARE,
+        settings=_SCORED_SETTINGS
+        | {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"}
+        | _ROTARY_SHARE,
         names=_QKV_BIAS | _SCORED_NAMES,
     ),
     "deepseek_v3": Kind(
         "mla",
         ours=_SCORED | {"n_q_per_kv": 1},
         settings=_SCORED_SETTINGS
-        | {"kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "d_turned": "qk_rope_head_dim", "d_value": "v_head_dim"},
+        | {
+            "kv_rank": "kv_lora_rank",
+            "q_rank": "q_lora_rank",
+            "d_turned": "qk_rope_head_dim",
+            "d_value": "v_head_dim",
+        },
         names=_SCORED_NAMES
         | {
             "w_q_latent": "self_attn.q_a_proj.weight",
@@ -225,7 +252,13 @@ KINDS = {
     ),
     "gpt_oss": Kind(
         "moe",
-        ours={"sinks": True, "qkv_bias": True, "out_bias": True, "expert_bias": True, "activation": "clamped"},
+        ours={
+            "sinks": True,
+            "qkv_bias": True,
+            "out_bias": True,
+            "expert_bias": True,
+            "activation": "clamped",
+        },
         settings=_WINDOW | _LOCAL_EXPERTS,
         every=_FULL_EVERY,
         fixed={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
@@ -238,19 +271,32 @@ KINDS = {
     ),
 }
 MODULES = {kind.module for kind in KINDS.values()}
-_TRAINING = {"module", "family", "groups_per_token", "bias_rate", "capacity_factor", "pools", "chunk"}
+_TRAINING = {
+    "module",
+    "family",
+    "groups_per_token",
+    "bias_rate",
+    "capacity_factor",
+    "pools",
+    "chunk",
+}
 _TRAINING |= {"balance_loss", "router_z_loss"}
 """Settings that transformers lacks because they don't change logits."""
 
 
 def kind_in(config: dict) -> str:
-    """Returns the key of KINDS for a config.json as transformers reads it, or its model_type if there is none."""
+    """Returns the key of KINDS for a config.json as transformers reads it, or its model_type if
+    there is none.
+    """
     kind = str(config.get("model_type"))
     return "llama" if kind == "mistral" and config.get("sliding_window") is None else kind
 
 
 def kind_of(c: ModelConfig) -> str:
-    """Returns the family with this math. Raises ValueError if there is none, or c.family has other math."""
+    """Returns the family with this math.
+
+    Raises ValueError if there is none, or c.family has other math.
+    """
     of_module = next(base for base in type(c).__mro__ if vars(base).get("module") in MODULES)
     kinds = {name: kind for name, kind in KINDS.items() if kind.module == of_module.module}
     fields = {field.name: field.default for field in dataclasses.fields(of_module)}
@@ -258,25 +304,36 @@ def kind_of(c: ModelConfig) -> str:
     usual = {name: fields[name] for name in sorted(own | {"qk_norm", "logit_softcap"})}
     others = {}
     for name, kind in kinds.items():
-        known = {**usual, **kind.ours, **{ours: getattr(c, ours) for ours in (*kind.settings, *kind.every)}}
+        known = {
+            **usual,
+            **kind.ours,
+            **{ours: getattr(c, ours) for ours in (*kind.settings, *kind.every)},
+        }
         others[name] = [ours for ours, value in known.items() if getattr(c, ours) != value]
     found = getattr(c, "family", None) or min(others, key=lambda name: len(others[name]))
     if found not in kinds:
         raise ValueError(f"model.family is {found!r}; it can be {', '.join(kinds)}, or null.")
     if others[found]:
         name = others[found][0]
-        raise ValueError(f"model.{name} is {getattr(c, name)!r}; {found} in transformers does not support it.")
+        raise ValueError(
+            f"model.{name} is {getattr(c, name)!r}; {found} in transformers does not support it."
+        )
     return found
 
 
 def _architecture(found: str) -> str:
     """Returns the class in transformers of a family's models."""
-    name = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}.get(found) or found.title().replace("_", "")
+    name = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}.get(found) or found.title().replace(
+        "_", ""
+    )
     return f"{name}ForCausalLM"
 
 
 def names_of(c: Any) -> Names:
-    """Returns the table of names for a model with these settings. In both layouts, heads are in the order K, Q."""
+    """Returns the table of names for a model with these settings.
+
+    In both layouts, heads are in the order K, Q.
+    """
     found = kind_of(c)
     table = load_model(c).table
     layers_of = functools.partial(_layers_of, KINDS[found])
@@ -295,31 +352,46 @@ def names_of(c: Any) -> Names:
         layers.append(layers_of(table.layers, first=dense))
     return Names(
         family=found,
-        whole={ours: theirs for ours, theirs in _WHOLE.items() if not (c.tied_embeddings and ours == "unembed")},
+        whole={
+            ours: theirs
+            for ours, theirs in _WHOLE.items()
+            if not (c.tied_embeddings and ours == "unembed")
+        },
         layers=layers,
         transposed=True,
         shaped=shaped,
         base="model.",
         # Old files contain RoPE's frequencies.
-        unused=r"self_attn\.rotary_emb\.inv_freq" + (r"|lm_head\.weight" if c.tied_embeddings else ""),
+        unused=r"self_attn\.rotary_emb\.inv_freq"
+        + (r"|lm_head\.weight" if c.tied_embeddings else ""),
     )
 
 
 def _layers_of(kind: Kind, table: Any, own: Mapping[str, str] = {}, **place: Any) -> Layers:
-    """Returns the names of the weights in layers with this table, of which `own` are those of these layers alone.
+    """Returns the names of the weights in layers with this table, of which `own` are those of these
+    layers alone.
 
     `place` is their place in the model.
     """
     has_experts = hasattr(table, "router")
-    of_kind = {ours: theirs for ours, theirs in kind.names.items() if has_experts or "{}" not in theirs}
+    of_kind = {
+        ours: theirs for ours, theirs in kind.names.items() if has_experts or "{}" not in theirs
+    }
     names = {**_LAYER, **of_kind, **own}
-    names = {ours: theirs for ours, theirs in names.items() if getattr(table, ours, None) and ours not in kind.stacks}
+    names = {
+        ours: theirs
+        for ours, theirs in names.items()
+        if getattr(table, ours, None) and ours not in kind.stacks
+    }
     return Layers(_by_theirs(names), _by_theirs(kind.stacks), **place)
 
 
 def _by_theirs(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Returns our weights of a layer for each of theirs."""
-    return {f"model.layers.{{}}.{theirs}": tuple(x for x in names if names[x] == theirs) for theirs in names.values()}
+    return {
+        f"model.layers.{{}}.{theirs}": tuple(x for x in names if names[x] == theirs)
+        for theirs in names.values()
+    }
 
 
 def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.ndarray]]:
@@ -330,14 +402,23 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
     """
     found = kind_of(c)
     kind = KINDS[found]
-    config: dict[str, Any] = {"architectures": [_architecture(found)], "model_type": found, "pad_token_id": None}
+    config: dict[str, Any] = {
+        "architectures": [_architecture(found)],
+        "model_type": found,
+        "pad_token_id": None,
+    }
     config |= {**_FIXED, **kind.fixed}
     config |= {theirs: getattr(c, ours) for ours, theirs in {**_SETTINGS, **kind.settings}.items()}
-    config |= {every[0]: _layers(c.layers, getattr(c, ours), every) for ours, every in kind.every.items()}
+    config |= {
+        every[0]: _layers(c.layers, getattr(c, ours), every) for ours, every in kind.every.items()
+    }
     # RoPE's names before transformers 5.0, which later versions and other programs also read.
     config |= {"num_attention_heads": c.heads, "max_position_embeddings": None}
     # For gpt-oss, null means YaRN.
-    config |= {"rope_theta": c.rope_base, "rope_scaling": {"rope_type": "default"} if found == "gpt_oss" else None}
+    config |= {
+        "rope_theta": c.rope_base,
+        "rope_scaling": {"rope_type": "default"} if found == "gpt_oss" else None,
+    }
     config |= _converted(config, c, kind)
     _scale_rope(config, c, found)
     return config, names_of(c).to_tensors(_as_neighbors(weights, c, kind), load_model(c).table)
@@ -349,15 +430,24 @@ def _converted(config: Mapping[str, Any], c: Any, kind: Kind) -> dict[str, Any]:
     if config.get("query_pre_attn_scalar", c.d_head) is None:
         found["query_pre_attn_scalar"] = c.d_head
     if "dense_d_ff" in kind.settings:
-        found |= {"num_hidden_layers": c.dense_layers + c.layers, "intermediate_size": c.dense_width}
+        found |= {
+            "num_hidden_layers": c.dense_layers + c.layers,
+            "intermediate_size": c.dense_width,
+        }
     if _SHARED_WIDTH in config:
         found[_SHARED_WIDTH] = c.shared_width
     if kind.module == "mla":
         found |= {"qk_nope_head_dim": c.d_plain, "head_dim": c.d_turned, "rope_interleave": True}
     if kind.module == "delta":
         every = c.deltas + 1
-        found |= {"linear_num_value_heads": c.key_heads * c.values_per_key, "intermediate_size": c.d_ff}
-        found |= {"num_hidden_layers": c.layers * every, "layer_types": _layers(c.layers * every, every, _LINEAR)}
+        found |= {
+            "linear_num_value_heads": c.key_heads * c.values_per_key,
+            "intermediate_size": c.d_ff,
+        }
+        found |= {
+            "num_hidden_layers": c.layers * every,
+            "layer_types": _layers(c.layers * every, every, _LINEAR),
+        }
         found["full_attention_interval"] = every
     return found
 
@@ -371,12 +461,19 @@ def _scale_rope(config: dict[str, Any], c: ModelConfig, found: str) -> None:
     scaling = c.rope_scaling
     if config.get("rope_local_base_freq", c.rope_base) is None:
         if scaling is not None:
-            raise ValueError(f"model.window_rope_base is null, but {found} does not scale RoPE in windows; set it.")
+            raise ValueError(
+                f"model.window_rope_base is null, but {found} does not scale RoPE in windows; set "
+                "it."
+            )
         config["rope_local_base_freq"] = c.rope_base
     if scaling is not None:
         if found == "phi3":
-            raise ValueError("model.rope_scaling is set, but phi3 in transformers has none of its kinds.")
-        values = {theirs: getattr(scaling, ours) for theirs, ours in _rope_names(scaling.kind).items()}
+            raise ValueError(
+                "model.rope_scaling is set, but phi3 in transformers has none of its kinds."
+            )
+        values = {
+            theirs: getattr(scaling, ours) for theirs, ours in _rope_names(scaling.kind).items()
+        }
         values = {theirs: value for theirs, value in values.items() if value is not None}
         config["rope_scaling"] = {"rope_type": scaling.kind} | values
         if scaling.kind == "llama3":
@@ -393,7 +490,8 @@ def _rope_names(kind: str) -> dict[str, str]:
 
 
 def _as_neighbors(weights: Any, c: ModelConfig, kind: Kind, back: bool = False) -> Any:
-    """Makes neighbors of the two entries of a query or key that RoPE turns together, or undoes that.
+    """Makes neighbors of the two entries of a query or key that RoPE turns together, or undoes
+    that.
 
     Queries and keys have the same order, so attention stays the same.
     """
@@ -403,7 +501,12 @@ def _as_neighbors(weights: Any, c: ModelConfig, kind: Kind, back: bool = False) 
             return w
         count = getattr(c, kind.neighbors[path[-1].name])
         parts = (-1, 2) if back else (2, count // 2)
-        turned = w[..., -count:].reshape(*w.shape[:-1], *parts).swapaxes(-1, -2).reshape(*w.shape[:-1], count)
+        turned = (
+            w[..., -count:]
+            .reshape(*w.shape[:-1], *parts)
+            .swapaxes(-1, -2)
+            .reshape(*w.shape[:-1], count)
+        )
         return np.concatenate([w[..., :-count], turned], axis=-1)
 
     return jax.tree_util.tree_map_with_path(reorder, weights) if kind.neighbors else weights
@@ -418,40 +521,63 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     """Returns the model section and the weights, for one of KINDS.
 
     Raises:
-        ValueError: config.json has other math or a value out of range, or a tensor is missing or unknown.
+        ValueError: config.json has other math or a value out of range, or a tensor is missing or
+            unknown.
     """
     if (found := kind_in(config)) not in KINDS:
         raise ValueError(f"config.json: model_type is {found!r}; it can be {', '.join(KINDS)}.")
     kind = KINDS[found]
     names = {**_SETTINGS, **kind.settings}
-    check_fixed(config, {name: value for name, value in {**_FIXED, **kind.fixed}.items() if name not in names.values()})
+    check_fixed(
+        config,
+        {
+            name: value
+            for name, value in {**_FIXED, **kind.fixed}.items()
+            if name not in names.values()
+        },
+    )
     rope = config["rope_parameters"]
     if local := rope.get("sliding_attention"):
         check_fixed(local, {"rope_type": "default"})
         rope = rope["full_attention"]
         config = config | {"rope_local_base_freq": local["rope_theta"]}
     experts = config.get("num_local_experts")
-    config = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), "num_experts": experts} | config
+    config = {
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
+        "num_experts": experts,
+    } | config
     check_fixed(config, {} if "rotary_share" in names else {"partial_rotary_factor": 1.0})
     settings = {**kind.ours, **{ours: config.get(theirs) for ours, theirs in names.items()}}
     heads = config["num_attention_heads"]
     n_kv = config["num_key_value_heads"] or heads
     d_head = config.get("head_dim") or config["hidden_size"] // heads
     d_head += config.get("qk_nope_head_dim", 0)  # where head_dim counts what RoPE turns
-    settings |= {"n_kv": n_kv, "n_q_per_kv": heads // n_kv, "d_head": d_head, "bos_id": config["bos_token_id"]}
+    settings |= {
+        "n_kv": n_kv,
+        "n_q_per_kv": heads // n_kv,
+        "d_head": d_head,
+        "bos_id": config["bos_token_id"],
+    }
     settings |= {"rope_base": float(rope["rope_theta"]), "rope_scaling": _scaling(rope, config)}
     _convert_back(settings, config, kind)
-    c = module_of(kind.module).ModelConfig(**settings, **({} if kind.module == "train" else {"family": found}))
+    c = module_of(kind.module).ModelConfig(
+        **settings, **({} if kind.module == "train" else {"family": found})
+    )
     check_ranges("config.json, as a run has it: model", c)
     c.check(seq_len=1)
     table = names_of(c)
     left = "".join(f"|{re.escape(name)}" for name in left_out(config, tensors))
-    weights = dataclasses.replace(table, unused=table.unused + left).from_tensors(tensors, load_model(c).table)
-    return c, _as_neighbors(weights, c, kind, back=True) if config.get("rope_interleave", True) else weights
+    weights = dataclasses.replace(table, unused=table.unused + left).from_tensors(
+        tensors, load_model(c).table
+    )
+    return c, _as_neighbors(weights, c, kind, back=True) if config.get(
+        "rope_interleave", True
+    ) else weights
 
 
 def _convert_back(settings: dict[str, Any], config: Mapping[str, Any], kind: Kind) -> None:
-    """Replaces the settings that config.json counts otherwise, as `_converted` does, and adds those of `kind.every`.
+    """Replaces the settings that config.json counts otherwise, as `_converted` does, and adds those
+    of `kind.every`.
 
     Raises:
         ValueError: no settings of ours become these.
@@ -460,8 +586,9 @@ def _convert_back(settings: dict[str, Any], config: Mapping[str, Any], kind: Kin
     if "dense_layers" in theirs:
         if settings["dense_layers"] >= settings["layers"]:
             raise ValueError(
-                f"config.json: first_k_dense_replace is {settings['dense_layers']} of num_hidden_layers = "
-                f"{settings['layers']}, so that no layer has experts; such a model cannot be imported."
+                f"config.json: first_k_dense_replace is {settings['dense_layers']} of "
+                f"num_hidden_layers = {settings['layers']}, so that no layer has experts; such a "
+                f"model cannot be imported."
             )
         settings["layers"] -= settings["dense_layers"]
     if kind.module == "delta":
@@ -471,24 +598,26 @@ def _convert_back(settings: dict[str, Any], config: Mapping[str, Any], kind: Kin
         values, rest = divmod(config["linear_num_value_heads"], config["linear_num_key_heads"])
         if every == 1 or rest or types != _layers(blocks * every, every, _LINEAR):
             raise ValueError(
-                f"config.json: layer_types is {types!r:.80}; it can only have full_attention in every n-th layer, n > "
-                "1, and linear_attention in the others, with heads of values that are a multiple of those of keys."
+                f"config.json: layer_types is {types!r:.80}; it can only have full_attention in "
+                f"every n-th layer, n > 1, and linear_attention in the others, with heads of "
+                f"values that are a multiple of those of keys."
             )
         settings |= {"layers": blocks, "deltas": every - 1, "values_per_key": values}
     if theirs.get("shared_experts") == _SHARED_WIDTH:
         settings["shared_experts"], rest = divmod(config[_SHARED_WIDTH], settings["d_ff"])
         if rest:
             raise ValueError(
-                f"config.json: {_SHARED_WIDTH} is {config[_SHARED_WIDTH]}, which is no multiple of {theirs['d_ff']} = "
-                f"{settings['d_ff']}, so this model cannot be imported."
+                f"config.json: {_SHARED_WIDTH} is {config[_SHARED_WIDTH]}, which is no multiple of "
+                f"{theirs['d_ff']} = {settings['d_ff']}, so this model cannot be imported."
             )
     for ours, every in kind.every.items():
         stated = config[every[0]]
         settings[ours] = _first(stated, every[1])
         if stated != _layers(settings["layers"], settings[ours], every):
             raise ValueError(
-                f"config.json: {every[0]} is {stated!r:.80}; it can only have {every[1]!r} in every n-th layer, or "
-                f"{every[2]!r} in all {settings['layers']}, so this model cannot be imported."
+                f"config.json: {every[0]} is {stated!r:.80}; it can only have {every[1]!r} in "
+                f"every n-th layer, or {every[2]!r} in all {settings['layers']}, so this model "
+                "cannot be imported."
             )
 
 
@@ -498,7 +627,9 @@ def _first(layers: list, what: Any) -> int | None:
 
 
 def left_out(config: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
-    """Returns the names of tensors that predict further tokens (MTP), which the classes of transformers drop too."""
+    """Returns the names of tensors that predict further tokens (MTP), which the classes of
+    transformers drop too.
+    """
     layers = config["num_hidden_layers"]
     last = layers + (config.get("num_nextn_predict_layers") or 0)
 
@@ -510,15 +641,22 @@ def left_out(config: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
 
 
 def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
-    """Returns the RoPE scaling, at the length that the model was made for, max_position_embeddings."""
+    """Returns the RoPE scaling, at the length that the model was made for,
+    max_position_embeddings.
+    """
     if (kind := rope["rope_type"]) == "default":
         return None
     if kind not in _ROPE:
-        raise ValueError(f"config.json: rope_type is {kind!r}; it can be default, {', '.join(_ROPE)}.")
+        raise ValueError(
+            f"config.json: rope_type is {kind!r}; it can be default, {', '.join(_ROPE)}."
+        )
     check_fixed(rope, {} if kind == "yarn" else {"mscale": None, "mscale_all_dim": None})
-    rope = {name: x for name, x in rope.items() if x or not name.startswith("mscale")}  # 0: as without
+    # 0: as without
+    rope = {name: x for name, x in rope.items() if x or not name.startswith("mscale")}
     values: dict[str, Any] = {
-        ours: rope[theirs] for theirs, ours in _rope_names(kind).items() if rope.get(theirs) is not None
+        ours: rope[theirs]
+        for theirs, ours in _rope_names(kind).items()
+        if rope.get(theirs) is not None
     }
     length = config.get("max_position_embeddings")
     if kind == "yarn" and "factor" not in values:

@@ -20,12 +20,14 @@ class Layers:
     """The names of the weights in layers of one kind."""
 
     names: Mapping[str, tuple[str, ...]]
-    """Their name, with {} for the number of the layer, and once more for that of the expert; and ours, which stand side
-    by side along its outputs."""
+    """Their name, with {} for the number of the layer, and once more for that of the expert; and
+    ours, which stand side by side along its outputs."""
     stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Weights of all experts of a layer, in our layout: their name, and ours, whose entries alternate in it."""
+    """Weights of all experts of a layer, in our layout: their name, and ours, whose entries
+    alternate in it."""
     field: str = "layers"
-    """Our stack of these layers, such as `dense`, or the part of its blocks, such as `layers.delta`."""
+    """Our stack of these layers, such as `dense`, or the part of its blocks, such as
+    `layers.delta`."""
     first: int = 0
     """Number of the first of these layers in theirs."""
     every: int = 1
@@ -36,7 +38,8 @@ class Layers:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """The names and layouts that a family of models in transformers has for the weights of a model, as a table.
+    """The names and layouts that a family of models in transformers has for the weights of a model,
+    as a table.
 
     A matrix of ours is [*inputs, *outputs]. Theirs has two dims, and a vector of theirs has one.
     """
@@ -52,13 +55,15 @@ class Names:
     base: str
     """Prefix that the files of a model without an output projection leave out."""
     unused: str
-    """Regular expression of the end of tensors that files may have and that are not read: those without effect, and
-    lm_head.weight where it is `embed` again."""
+    """Regular expression of the end of tensors that files may have and that are not read: those
+    without effect, and lm_head.weight where it is `embed` again."""
     shaped: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """Vectors of ours that have several dims in theirs: the end of their name, and the shape."""
 
     def check(self, weights: object) -> None:
-        """Raises ValueError for weights that are not in the table, and for those of the table that are missing."""
+        """Raises ValueError for weights that are not in the table, and for those of the table that
+        are missing.
+        """
         found = set(named_leaves(weights))
         known = {*self.whole}
         for kind in self.layers:
@@ -66,20 +71,24 @@ class Names:
             known |= {_path(kind, name) for name in names}
         if other := sorted(found ^ known):
             raise ValueError(
-                f"{self.family} in transformers and this model do not have the same weights. Only one of them has "
-                f"{', '.join(f'weights/{name}' for name in other)}. A module with functions of its own can exchange "
-                "such a model (docs/huggingface.md)."
+                f"{self.family} in transformers and this model do not have the same weights. Only "
+                f"one of them has {', '.join(f'weights/{name}' for name in other)}. A module with "
+                f"functions of its own can exchange such a model (docs/huggingface.md)."
             )
 
     def _walk(self, table: Any) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]], bool]]:
-        """Each of their tensors: name, index in our weights or `...`, their shapes in it, and whether it is a stack."""
+        """Each of their tensors: name, index in our weights or `...`, their shapes in it, and
+        whether it is a stack.
+        """
         shapes = {name: weight.shape for name, weight in named_leaves(table).items()}
         for ours, theirs in self.whole.items():
             yield theirs, ..., {ours: shapes[ours]}, False
         for kind in self.layers:
             yield from self._walk_layers(kind, attrgetter(kind.field)(table))
 
-    def _walk_layers(self, kind: Layers, table: Any) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]], bool]]:
+    def _walk_layers(
+        self, kind: Layers, table: Any
+    ) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]], bool]]:
         """What `_walk` yields for layers of one kind; the table is that of their weights."""
         dims = 1 + kind.in_block
 
@@ -90,7 +99,10 @@ class Names:
             is_stack = theirs in kind.stacks
             weights = {_path(kind, name): getattr(table, name) for name in names}
             inner = dims + theirs.count("{}") - 1
-            parts = {path: x.shape[inner:] if is_stack else _flat(x, inner) for path, x in weights.items()}
+            parts = {
+                path: x.shape[inner:] if is_stack else _flat(x, inner)
+                for path, x in weights.items()
+            }
             for i in np.ndindex(next(iter(weights.values())).shape[:inner]):
                 yield theirs.format(number(i[:dims]), *i[dims:]), i, parts, is_stack
 
@@ -106,9 +118,17 @@ class Names:
         found = {}
         for theirs, i, parts, stack in self._walk(table):
             values = [arrays[name][i].reshape(shape) for name, shape in parts.items()]
-            tensor = np.stack(values, -1).reshape(*values[0].shape[:-1], -1) if stack else np.concatenate(values, -1)
-            tensor = _transpose(tensor) if self.transposed and i is not ... and not stack else tensor
-            shape = next((shape for name, shape in self.shaped.items() if theirs.endswith(name)), None)
+            tensor = (
+                np.stack(values, -1).reshape(*values[0].shape[:-1], -1)
+                if stack
+                else np.concatenate(values, -1)
+            )
+            tensor = (
+                _transpose(tensor) if self.transposed and i is not ... and not stack else tensor
+            )
+            shape = next(
+                (shape for name, shape in self.shaped.items() if theirs.endswith(name)), None
+            )
             found[theirs] = tensor.reshape(shape) if shape else tensor
         return found
 
@@ -128,24 +148,36 @@ class Names:
         expected = {name for name, *_ in walk}
         others = set(tensors) ^ expected
         if others := sorted(name for name in others if not re.search(f"(?:{self.unused})$", name)):
-            layers, needed = _count_layers({*tensors} & {*expected, *others}), _count_layers(expected)
+            layers, needed = (
+                _count_layers({*tensors} & {*expected, *others}),
+                _count_layers(expected),
+            )
             if layers != needed:
-                raise ValueError(f"the files have {layers} layers; config.json asks for {needed}. {COPY_AGAIN}")
+                raise ValueError(
+                    f"the files have {layers} layers; config.json asks for {needed}. {COPY_AGAIN}"
+                )
             first = f"{', '.join(others[:4])}{' …' if len(others) > 4 else ''}"
-            raise ValueError(f"{len(others)} tensors are only in the files, or only in the model: {first}")
+            raise ValueError(
+                f"{len(others)} tensors are only in the files, or only in the model: {first}"
+            )
         read = {name: parts for name, _, parts, _ in walk}
         if "lm_head.weight" in {*tensors} - {*read}:
             table_of = next(name for name, parts in read.items() if "embed" in parts)
             if not np.array_equal(tensors["lm_head.weight"], tensors[table_of]):
                 raise ValueError(
-                    f"lm_head.weight differs from {table_of}, although the model ties them: in config.json, set "
-                    "tie_word_embeddings to false if the output projection is one of its own; or delete lm_head.weight."
+                    f"lm_head.weight differs from {table_of}, although the model ties them: in "
+                    f"config.json, set tie_word_embeddings to false if the output projection is "
+                    f"one of its own; or delete lm_head.weight."
                 )
-        found = {name: np.empty(weight.shape, np.float32) for name, weight in named_leaves(table).items()}
+        found = {
+            name: np.empty(weight.shape, np.float32) for name, weight in named_leaves(table).items()
+        }
         for theirs, i, parts, stack in walk:
             tensor = tensors[theirs]
             tensor = tensor.reshape(-1) if theirs.endswith((*self.shaped,)) else tensor
-            tensor = _transpose(tensor) if self.transposed and i is not ... and not stack else tensor
+            tensor = (
+                _transpose(tensor) if self.transposed and i is not ... and not stack else tensor
+            )
             ends = [shape[-1] for shape in parts.values()]
             expected = (*next(iter(parts.values()))[:-1], sum(ends))
             if tensor.shape != expected:
@@ -159,7 +191,9 @@ class Names:
 
 
 def _count_layers(names: Iterable[str]) -> int:
-    """Counts the layers of tensors by the largest number of one, which is the first number in a name."""
+    """Counts the layers of tensors by the largest number of one, which is the first number in a
+    name.
+    """
     found = (re.search(r"(?:^|\.)(\d+)\.", name) for name in names)
     return 1 + max((int(layer[1]) for layer in found if layer), default=-1)
 
@@ -175,7 +209,9 @@ def _path(kind: Layers, name: str) -> str:
 
 
 def _flat(weight: Any, dims: int) -> tuple[int, ...]:
-    """The shape of a weight after `dims` dims, in their layout: ([experts,] inputs, outputs) of a matrix, or (n,)."""
+    """The shape of a weight after `dims` dims, in their layout: ([experts,] inputs, outputs) of a
+    matrix, or (n,).
+    """
     shape = weight.shape[dims:]
     if not weight.inputs:
         return (math.prod(shape),)
@@ -184,11 +220,12 @@ def _flat(weight: Any, dims: int) -> tuple[int, ...]:
     return (*shape[:first], *map(math.prod, sides))
 
 
-# ---- config.json ----------------------------------------------------------------------------------------------------
+# ---- config.json ---------------------------------------------------------------------------------
 
 
 def as_transformers_reads(content: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the default values of its model_type, and RoPE in `rope_parameters`, as transformers reads it.
+    """config.json with the default values of its model_type, and RoPE in `rope_parameters`, as
+    transformers reads it.
 
     The content of a model_type that transformers does not have stays as it is.
 
@@ -205,7 +242,9 @@ def as_transformers_reads(content: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return AutoConfig.for_model(kind, **fields).to_dict()
     except Exception as error:  # of many kinds
-        raise ValueError(f"config.json: {' '.join(str(error).split())[:300]}. {COPY_AGAIN}") from error
+        raise ValueError(
+            f"config.json: {' '.join(str(error).split())[:300]}. {COPY_AGAIN}"
+        ) from error
 
 
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
@@ -213,5 +252,6 @@ def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     for key, ours in fixed.items():
         if config.get(key, ours) != ours:
             raise ValueError(
-                f"config.json: {key} is {config[key]!r:.80}, and this model has {ours!r}: it would give other logits."
+                f"config.json: {key} is {config[key]!r:.80}, and this model has {ours!r}: it would "
+                "give other logits."
             )

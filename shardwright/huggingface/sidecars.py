@@ -1,7 +1,9 @@
-"""What the files of a model in transformers say beside its weights: chat template, ends, padding, how to generate.
+"""What the files of a model in transformers say beside its weights: chat template, ends, padding,
+how to generate.
 
-An import keeps it in the checkpoint's metadata, runs carry it into their own checkpoints, and an export with the same
-vocabulary writes it again. It comes from others, so types and sizes are checked, and nothing in it is run.
+An import keeps it in the checkpoint's metadata, runs carry it into their own checkpoints, and an
+export with the same vocabulary writes it again. It comes from others, so types and sizes are
+checked, and nothing in it is run.
 """
 
 import hashlib
@@ -18,7 +20,15 @@ from shardwright.program.resume import CARRIED, SavedRun
 
 MOST = 2**20
 """Most characters of all of it, as JSON."""
-TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 """Special tokens of any tokenizer, by the names by which a chat template may use them."""
 PLAIN = ("padding_side", "model_max_length")
 """What else is kept of tokenizer_config.json."""
@@ -61,7 +71,9 @@ def read(directory: Path, dtype: str, tokenizer: Any) -> dict[str, Any]:
     config, generation = content("config.json"), content("generation_config.json")
     found = NOTHING | {
         "dtype": dtype,
-        "config": {name: config[name] for name in ("eos_token_id", "pad_token_id") if name in config},
+        "config": {
+            name: config[name] for name in ("eos_token_id", "pad_token_id") if name in config
+        },
         "generation_config": generation,
     }
     if tokenizer is not None:
@@ -73,7 +85,9 @@ def read(directory: Path, dtype: str, tokenizer: Any) -> dict[str, Any]:
         plain = {name: x for name, x in content("tokenizer_config.json").items() if name in PLAIN}
         found["tokenizer_config"] = {name: x for name, x in texts.items() if x} | plain
         templates = tokenizer.chat_template or {}
-        found["chat_templates"] = templates if isinstance(templates, dict) else {"default": templates}
+        found["chat_templates"] = (
+            templates if isinstance(templates, dict) else {"default": templates}
+        )
         found["vocabulary"] = vocabulary_of(tokenizer.backend_tokenizer)
     check(found, f"what {directory} says beside its weights")
     return found
@@ -81,10 +95,24 @@ def read(directory: Path, dtype: str, tokenizer: Any) -> dict[str, Any]:
 
 def described(found: dict[str, Any]) -> list[str]:
     """Names what was found, for messages."""
-    templates = ["chat template" if name == "default" else f"chat template {name}" for name in found["chat_templates"]]
+    templates = [
+        "chat template" if name == "default" else f"chat template {name}"
+        for name in found["chat_templates"]
+    ]
     generation = ["generation_config.json"] if found["generation_config"] else []
-    ids = [name for file in ("config", "generation_config") for name in found[file] if _HAS_IDS.search(name)]
-    return [*templates, *generation, *dict.fromkeys(ids), *found["tokenizer_config"], found["dtype"]]
+    ids = [
+        name
+        for file in ("config", "generation_config")
+        for name in found[file]
+        if _HAS_IDS.search(name)
+    ]
+    return [
+        *templates,
+        *generation,
+        *dict.fromkeys(ids),
+        *found["tokenizer_config"],
+        found["dtype"],
+    ]
 
 
 def check(found: Any, where: str) -> None:
@@ -92,13 +120,17 @@ def check(found: Any, where: str) -> None:
     check_types(where, found, KINDS)
     for name, value in {**found["config"], **found["generation_config"]}.items():
         if _HAS_IDS.search(name) and value is not None and not _is_of_numbers(value):
-            raise ValueError(f"{where}: {name} is {value!r:.80}; it must be ids of tokens. {COPY_AGAIN}")
+            raise ValueError(
+                f"{where}: {name} is {value!r:.80}; it must be ids of tokens. {COPY_AGAIN}"
+            )
     try:
         length = len(json.dumps(found, allow_nan=False))
     except ValueError as error:
         raise ValueError(f"{where}: {error}. {COPY_AGAIN}") from error
     if length > MOST:
-        raise ValueError(f"{where} has {length:,} characters, more than the limit of {MOST:,}. {COPY_AGAIN}")
+        raise ValueError(
+            f"{where} has {length:,} characters, more than the limit of {MOST:,}. {COPY_AGAIN}"
+        )
 
 
 def vocabulary_of(tokenizer: Any) -> str:
@@ -115,17 +147,19 @@ def _ids(value: Any) -> Iterator[int]:
 
 
 def _is_of_numbers(value: Any) -> bool:
-    return all(map(_is_of_numbers, value)) if isinstance(value, list) else type(value) in (int, float)
+    return (
+        all(map(_is_of_numbers, value)) if isinstance(value, list) else type(value) in (int, float)
+    )
 
 
-# ---- export -------------------------------------------------------------------------------------------------------
+# ---- export --------------------------------------------------------------------------------------
 
 
 def kept(found: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What an export with this tokenizer writes again of what `read` found.
 
-    All of it with the vocabulary of the import. With another one, neither ids nor texts of tokens; without a tokenizer,
-    no texts.
+    All of it with the vocabulary of the import. With another one, neither ids nor texts of tokens;
+    without a tokenizer, no texts.
     """
     definition = tokenizer and tokenizer.definition
     if definition and vocabulary_of(load_definition(definition)) == found.get("vocabulary"):
@@ -137,7 +171,9 @@ def kept(found: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def tokenizer_settings(found: dict[str, Any]) -> dict[str, Any]:
-    """Settings of tokenizer_config.json, without the token of model.bos_id, which an export names itself."""
+    """Settings of tokenizer_config.json, without the token of model.bos_id, which an export names
+    itself.
+    """
     settings = {name: x for name, x in found["tokenizer_config"].items() if name != "bos_token"}
     templates = found["chat_templates"]
     if [*templates] == ["default"]:
@@ -156,12 +192,16 @@ def with_end(ends: int | list[int] | None, end: int | None) -> int | list[int] |
 
 
 def ends_of(saved: SavedRun, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end a text of a run: that of its documents, and with the vocabulary of an import its EOS ids."""
+    """Ids that end a text of a run: that of its documents, and with the vocabulary of an import its
+    EOS ids.
+    """
     ids = [] if tokenizer.end is None else [tokenizer.end]
     found = saved.metadata.get(CARRIED)
     if found and tokenizer.definition:
         check(found, "what the checkpoint kept of the files of an imported model")
         found = kept(found, tokenizer)
         for file in ("generation_config", "config"):
-            ids += [i for i in _ids(found[file].get("eos_token_id")) if i < saved.config.model.vocab]
+            ids += [
+                i for i in _ids(found[file].get("eos_token_id")) if i < saved.config.model.vocab
+            ]
     return tuple(dict.fromkeys(ids))

@@ -28,8 +28,8 @@ class Tensors(UserDict):
         block: rows and columns of a block.
 
     Raises:
-        ValueError: there are none. Indexing raises it if a tensor cannot be read, or is not in DTYPES, or has a value
-            that is not finite.
+        ValueError: there are none. Indexing raises it if a tensor cannot be read, or is not in
+            DTYPES, or has a value that is not finite.
     """
 
     def __init__(self, directory: Path, block: Sequence[int] = (128, 128)):
@@ -46,8 +46,8 @@ class Tensors(UserDict):
                 self.paths |= dict.fromkeys(file.keys(), path)
         if not self.data:
             raise ValueError(
-                f"{directory} has no model.safetensors. Weights in other formats can be saved as safetensors by "
-                "transformers: from_pretrained(…).save_pretrained(…)."
+                f"{directory} has no model.safetensors. Weights in other formats can be saved as "
+                f"safetensors by transformers: from_pretrained(…).save_pretrained(…)."
             )
         self.scales: dict[str, Any] = {}
         """Files that contain the scales of a weight in FP8, which `self` leaves out."""
@@ -62,17 +62,28 @@ class Tensors(UserDict):
 
     @property
     def dtype(self) -> str:
-        """The dtype of the largest tensor, in lower case: f32, f16 or bf16; bf16 if it is quantized."""
-        largest = max(self.data, key=lambda name: math.prod(self.data[name].get_slice(name).get_shape()))
+        """The dtype of the largest tensor, in lower case: f32, f16 or bf16; bf16 if it is
+        quantized.
+        """
+        largest = max(
+            self.data, key=lambda name: math.prod(self.data[name].get_slice(name).get_shape())
+        )
         dtype = self.dtype_of(largest)
         return dtype.lower() if dtype in DTYPES else "bf16"
 
     @property
     def quantized(self) -> str | None:
-        """A quantized tensor that cannot be read, with its dtype; None if there is none. Masks and sizes are not."""
+        """A quantized tensor that cannot be read, with its dtype; None if there is none.
+
+        Masks and sizes are not.
+        """
         known = {*DTYPES, "F64", "BOOL", "I64"}
         for name in self.data:
-            if self.dtype_of(name) not in known and name not in self.scales and not name.endswith(".bias"):
+            if (
+                self.dtype_of(name) not in known
+                and name not in self.scales
+                and not name.endswith(".bias")
+            ):
                 return f"{name} is {self.dtype_of(name)}"
         return None
 
@@ -87,14 +98,21 @@ class Tensors(UserDict):
                 scale = self.scales[name].get_tensor(name + _SCALE).astype(np.float32)
                 tensor = dequantize(_read_fp8(self.paths[name], name), scale, self.block)
         if tensor is None:
-            raise ValueError(f"{name} is {dtype}; only {', '.join(DTYPES)} can be read. Save it in one of them.")
+            raise ValueError(
+                f"{name} is {dtype}; only {', '.join(DTYPES)} can be read. Save it in one of them."
+            )
         if not np.isfinite(tensor).all():
-            raise ValueError(f"{name} has values that are not finite: these weights are useless. Take another copy.")
+            raise ValueError(
+                f"{name} has values that are not finite: these weights are useless. Take another "
+                "copy."
+            )
         return tensor
 
 
 def _read_fp8(path: Path, name: str) -> np.ndarray:
-    """Reads a tensor whose dtype safetensors cannot give to NumPy, from a file that it has opened."""
+    """Reads a tensor whose dtype safetensors cannot give to NumPy, from a file that it has
+    opened.
+    """
     with open(path, "rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         about = json.loads(file.read(start - 8))[name]
@@ -104,13 +122,16 @@ def _read_fp8(path: Path, name: str) -> np.ndarray:
 
 
 def dequantize(weight: np.ndarray, scale: np.ndarray, block: Sequence[int]) -> np.ndarray:
-    """Multiplies each block [rows, columns] of the matrices `weight` by its element of `scale`, in f32.
+    """Multiplies each block [rows, columns] of the matrices `weight` by its element of `scale`, in
+    f32.
 
     Raises ValueError if `scale` is not of that many blocks.
     """
     rows, columns = weight.shape[-2:]
     blocks = (*weight.shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
     if scale.shape != blocks:
-        raise ValueError(f"its scale is {scale.shape}, and it has {blocks} blocks of {tuple(block)}")
+        raise ValueError(
+            f"its scale is {scale.shape}, and it has {blocks} blocks of {tuple(block)}"
+        )
     of_element = scale.repeat(block[0], -2)[..., :rows, :].repeat(block[1], -1)[..., :columns]
     return weight.astype(np.float32) * of_element

@@ -1,7 +1,8 @@
-"""A training step by source line: what was planned of a line, what was compiled, and what a profile measured.
+"""A training step by source line: what was planned of a line, what was compiled, and what a profile
+measured.
 
-A run leaves plan.json, training_step_optimized_hlo_<date>.json and profile_by_line.json in its directory. All of them
-are for one device and a whole step.
+A run leaves plan.json, training_step_optimized_hlo_<date>.json and profile_by_line.json in its
+directory. All of them are for one device and a whole step.
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ class Line:
         planned, compiled: its operations. A planned one of kind kept is an array that is saved.
         measured: seconds of a device in a step; None if there is no profile.
         waits: of these, the seconds in which the device waits and computes nothing.
-        share, collective, exposed: shares of all measured time: of the line, of its collectives, and of the waiting.
+        share, collective, exposed: shares of all measured time: of the line, of its collectives,
+            and of the waiting.
     """
 
     place: str
@@ -60,7 +62,10 @@ class Line:
         return self.measured or 0.0, self.planned_seconds, *costs
 
     def operations(self) -> list["Row"]:
-        """Rows for its operations. A planned amount is that of all rows that follow for the same one."""
+        """Rows for its operations.
+
+        A planned amount is that of all rows that follow for the same one.
+        """
         groups: dict[tuple, tuple[list[Operation], list[Operation]]] = {}
         for ops, i in ((self.compiled, 1), (self.planned, 0)):
             for op in ops:
@@ -80,7 +85,9 @@ class Line:
 
 
 class Row(NamedTuple):
-    """An operation of a line as text: what is planned and compiled of it, how often, what, and in which loop."""
+    """An operation of a line as text: what is planned and compiled of it, how often, what, and in
+    which loop.
+    """
 
     planned: str = ""
     compiled: str = ""
@@ -117,12 +124,25 @@ def read_by_line(directory: Path) -> ByLine:
 
 
 def newest(directory: Path, pattern: str) -> Path | None:
-    """Finds the newest file that matches. Ignores links, which could bring files from outside of the run."""
-    return next((p for p in sorted(directory.glob(pattern), reverse=True) if p.is_file() and not p.is_symlink()), None)
+    """Finds the newest file that matches.
+
+    Ignores links, which could bring files from outside of the run.
+    """
+    return next(
+        (
+            p
+            for p in sorted(directory.glob(pattern), reverse=True)
+            if p.is_file() and not p.is_symlink()
+        ),
+        None,
+    )
 
 
 def _read_times(path: Path) -> list[dict[str, Any]]:
-    """Reads text and times of each line, in seconds per step and device. Raises ValueError if it is not a profile."""
+    """Reads text and times of each line, in seconds per step and device.
+
+    Raises ValueError if it is not a profile.
+    """
     data = read_object(path, _TIMES)
     steps = data["devices"] * data["steps"]
     if steps <= 0 or not all(0 <= row[name] < 1e9 for row in data["lines"] for name in _TIME):
@@ -131,7 +151,9 @@ def _read_times(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_planned(path: Path) -> list[Operation]:
-    """Reads the operations of a plan, and as kind kept the arrays that it saves for the backward pass."""
+    """Reads the operations of a plan, and as kind kept the arrays that it saves for the backward
+    pass.
+    """
     data = read_object(path, _PLAN)
     found = [
         Operation(
@@ -151,14 +173,17 @@ def _read_planned(path: Path) -> list[Operation]:
 
 
 def lines_of(
-    compiled: CompiledStep | None, planned: Iterable[Operation] = (), times: Iterable[Mapping[str, Any]] = ()
+    compiled: CompiledStep | None,
+    planned: Iterable[Operation] = (),
+    times: Iterable[Mapping[str, Any]] = (),
 ) -> list[Line]:
     """Merges what is known of a step by line, the lines that take longest first.
 
     Args:
         compiled: the compiled step.
         planned: the operations of a plan.
-        times: the lines of a profile, as line_times returns them, with seconds of one device and step.
+        times: the lines of a profile, as line_times returns them, with seconds of one device and
+            step.
     """
     found: dict[str, Line] = {}
 

@@ -1,9 +1,12 @@
-"""Checks that a model is causal, before a run, an evaluation and the first generated text. See docs/soundness.md.
+"""Checks that a model is causal, before a run, an evaluation and the first generated text.
 
-The programs run on one device, at small sizes, in exact arithmetic (shardlib.exact); soundness.py checks that the mesh
-computes the same. For several positions there are two batches, which only have in common what the position may see. The
-logits of the second batch are put into the run of the first one. If that changes the losses of the document up to this
-position, then their logits depend on what differs, or these losses on logits of other positions.
+See docs/soundness.md.
+
+The programs run on one device, at small sizes, in exact arithmetic (shardlib.exact); soundness.py
+checks that the mesh computes the same. For several positions there are two batches, which only have
+in common what the position may see. The logits of the second batch are put into the run of the
+first one. If that changes the losses of the document up to this position, then their logits depend
+on what differs, or these losses on logits of other positions.
 """
 
 import contextlib
@@ -35,10 +38,12 @@ from shardwright.program.processes import in_all_processes
 from shardwright.program.step import Step
 
 BATCHES, LOGITS_OF = "batches", "logits of"
-"""Leading dims of all values beside those of devices. Batches are in pairs; a dim has one entry where all have the
-same. From the logits on there are two values for each batch: with its own logits, and with those of its pair."""
+"""Leading dims of all values beside those of devices. Batches are in pairs; a dim has one entry
+where all have the same. From the logits on there are two values for each batch: with its own
+logits, and with those of its pair."""
 ROWS, LONGER = 2, 2
-"""Sequences of a microbatch, and how many times as many positions as the small program: more than a top_k chooses."""
+"""Sequences of a microbatch, and how many times as many positions as the small program: more than a
+top_k chooses."""
 WINDOWS = 12
 """Number of positions of which it is tried what they see."""
 TRIED = 20
@@ -50,30 +55,36 @@ SINGLE = 16
 """Number of windows in which a leak is looked for, one by one."""
 PURPOSE = "If the model is not causal on purpose, say so: AttentionMask(causal=False)"
 REMEDIES = {
-    "later documents begin": "read tokens.positions and tokens.document of the position itself and of those before it, "
-    "with no shift to the left, and no count or maximum over L",
+    "later documents begin": "read tokens.positions and tokens.document of the position itself and "
+    "of those before it, with no shift to the left, and no count or maximum over L",
     "targets count": "read tokens.counted of the position itself and of those before it",
-    f"{EARLIER}|earlier documents begin": "leave out what comes from another document: attend by masks.same_document, "
-    "set it to 0 by tokens.document or tokens.positions, or set training.document_mask=false",
+    f"{EARLIER}|earlier documents begin": "leave out what comes from another document: attend by "
+    "masks.same_document, set it to 0 by tokens.document or tokens.positions, or set "
+    "training.document_mask=false",
     OTHERS: "keep sequences separate: take means, norms and choices over dims other than B",
-    "is that of an earlier": "give the loss of each position its own target, batch.targets at that position",
+    "is that of an earlier": "give the loss of each position its own target, batch.targets at that "
+    "position",
     "see later ones": f"add masks.causal to its mask_mod. {PURPOSE}",
-    ": the loss of": "compute the loss of a target from the logits of its own position, or of an earlier one; give a "
-    "head that reads later tokens the targets after these: Targets.of with later targets",
-    ": gather: .*predicts": "embed tokens.ids as they are, which a position reads before it predicts the next one",
-    ": (slice|concatenate|pad|conv_general_dilated|rev): ": "shift to the right, jnp.pad(x[:, :-n], ((0, 0), (n, 0), "
-    f"(0, 0))), so that a position reads those before it. {PURPOSE}",
-    ": (sort|top_k|arg...): ": "let each position choose by itself: a rank among all positions of a sequence depends "
-    f"on later ones. {PURPOSE}",
-    ": reduce_sum: ": f"take sums up to each position, jnp.cumsum(x, axis=1), or mask later positions out. {PURPOSE}",
-    "": "leave later positions out of what is taken together: give them weight 0, as masks.causal and "
-    f"jnp.where(q >= k, …) do. {PURPOSE}",
+    ": the loss of": "compute the loss of a target from the logits of its own position, or of an "
+    "earlier one; give a head that reads later tokens the targets after these: Targets.of with "
+    "later targets",
+    ": gather: .*predicts": "embed tokens.ids as they are, which a position reads before it "
+    "predicts the next one",
+    ": (slice|concatenate|pad|conv_general_dilated|rev): ": "shift to the right, jnp.pad(x[:, "
+    f":-n], ((0, 0), (n, 0), (0, 0))), so that a position reads those before it. {PURPOSE}",
+    ": (sort|top_k|arg...): ": "let each position choose by itself: a rank among all positions of "
+    f"a sequence depends on later ones. {PURPOSE}",
+    ": reduce_sum: ": f"take sums up to each position, jnp.cumsum(x, axis=1), or mask later "
+    f"positions out. {PURPOSE}",
+    "": "leave later positions out of what is taken together: give them weight 0, as masks.causal "
+    f"and jnp.where(q >= k, …) do. {PURPOSE}",
 }
 """The remedy, by a pattern that the message matches."""
 
 
 def check_causal(step: Step, context: int | None = None) -> str:
-    """Raises if losses or logits depend on a later token of the document, or on another document or sequence.
+    """Raises if losses or logits depend on a later token of the document, or on another document or
+    sequence.
 
     Args:
         step: a step of a run, or of its model.
@@ -83,8 +94,8 @@ def check_causal(step: Step, context: int | None = None) -> str:
         Why nothing is known; empty if the model is causal.
 
     Raises:
-        ShardError: names the line where what a position must not see comes in; or what the check cannot decide,
-            unless training.accept_undecided accepts it.
+        ShardError: names the line where what a position must not see comes in; or what the check
+            cannot decide, unless training.accept_undecided accepts it.
     """
     names = ("evaluation", "training") if context is None else ("logits",)
     calls = [call for name in names for call in step.other(name=name).calls]
@@ -94,12 +105,16 @@ def check_causal(step: Step, context: int | None = None) -> str:
 
     def check() -> dict[str, str]:
         try:
-            found = next(filter(None, (find_leaks(small_program(step, name)) for name in names)), [])
+            found = next(
+                filter(None, (find_leaks(small_program(step, name)) for name in names)), []
+            )
             raise_for(found, wrong="wrong: a position depends on what it must not see")
         except Undecided as error:
             if step.config.training.accept_undecided:
                 return {"why": str(error)}
-            remedy = "training.accept_undecided=true runs without knowing whether the model is causal"
+            remedy = (
+                "training.accept_undecided=true runs without knowing whether the model is causal"
+            )
             raise_for([Finding(f"{error}\n  remedy: {remedy}")])
         return {}
 
@@ -107,7 +122,10 @@ def check_causal(step: Step, context: int | None = None) -> str:
 
 
 def describe_causality(step: Step) -> str:
-    """The line of a run's log: the model is causal, or why that is not known. Raises ShardError like check_causal."""
+    """The line of a run's log: the model is causal, or why that is not known.
+
+    Raises ShardError like check_causal.
+    """
     if why := check_causal(step):
         return f"causality  not known: {why}"
     return "causality  no position sees a later token or another document"
@@ -123,12 +141,16 @@ def small_program(step: Step, name: str) -> Step:
     t = small.config.training
     chunk = t.loss_chunk and t.loss_chunk * length // t.seq_len
     edits = {"training.batch_size": min(rows, ROWS) * t.microbatches, "training.seq_len": length}
-    edits |= {"training.loss_chunk": chunk, "training.document_mask": t.document_mask or name == "logits"}
+    edits |= {
+        "training.loss_chunk": chunk,
+        "training.document_mask": t.document_mask or name == "logits",
+    }
     return small.other(edits, name=name, mesh=on_one_device(small.mesh, OPTIONAL))
 
 
 def find_leaks(step: Step) -> list[Finding]:
-    """Finds what a program, at small sizes on one device, lets a position see that it must not; at most one line.
+    """Finds what a program, at small sizes on one device, lets a position see that it must not; at
+    most one line.
 
     Raises:
         Undecided: the program cannot be run exactly.
@@ -144,7 +166,9 @@ def find_leaks(step: Step) -> list[Finding]:
     if of_last.ignores_targets:
         within = dataclasses.replace(first, changed={OWN: {"targets": first.first["loss_mask"]}})
         if not program.run([within])[0].ignores_targets:
-            problem = f"the {step.name} loss: the target of a position is that of an earlier position"
+            problem = (
+                f"the {step.name} loss: the target of a position is that of an earlier position"
+            )
             return [_finding(problem)]
     leaking = [pair for pair, losses in zip(pairs, ordinary, strict=True) if losses.differ]
     if not leaking:
@@ -153,24 +177,38 @@ def find_leaks(step: Step) -> list[Finding]:
         if sees_later(mask := mask_of(step.forward, call), call, step.size[1]):
             stack = f" of {call.stack}" * (call.stack != "layers")
             where = f"layer {call.place}{stack}" + ", in training," * step.forward.in_training
-            return [_finding(f"{mask.made}: the attention mask `{mask}` of {where} lets a position see later ones")]
-    single = [make_pair(pair.first, [window], program.drops) for pair in leaking for window in pair.windows]
+            return [
+                _finding(
+                    f"{mask.made}: the attention mask `{mask}` of {where} lets a position see "
+                    "later ones"
+                )
+            ]
+    single = [
+        make_pair(pair.first, [window], program.drops)
+        for pair in leaking
+        for window in pair.windows
+    ]
     leaking = program.leaking(single[:SINGLE]) or leaking
     for kind in leaking[0].changed:
-        alone = program.leaking([dataclasses.replace(pair, changed={kind: pair.changed[kind]}) for pair in leaking])
+        alone = program.leaking(
+            [dataclasses.replace(pair, changed={kind: pair.changed[kind]}) for pair in leaking]
+        )
         if alone:
             return [program.finding(alone[0], kind)]
     return [program.finding(leaking[0], "what it must not see")]
 
 
-# ---- batches ---------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 Batch = dict[str, np.ndarray]
 """The arrays of a TokenBatch, by field."""
 
 
 class Window(NamedTuple):
-    """Positions begin, …, end - 1 of a sequence, in one document. `row` is the index of the sequence."""
+    """Positions begin, …, end - 1 of a sequence, in one document.
+
+    `row` is the index of the sequence.
+    """
 
     row: tuple[int, ...]
     begin: int
@@ -184,7 +222,8 @@ class Pair:
     Attributes:
         windows: at most one in a sequence.
         first: a batch, in which the targets in the windows count.
-        changed: where the other one differs, by field, for each kind of what the positions must not see.
+        changed: where the other one differs, by field, for each kind of what the positions must not
+            see.
     """
 
     windows: Sequence[Window]
@@ -194,19 +233,30 @@ class Pair:
     def second(self, vocab: int) -> Batch:
         """Makes the other batch."""
         found = dict(self.first)
-        for field, where in (change for of_kind in self.changed.values() for change in of_kind.items()):
+        for field, where in (
+            change for of_kind in self.changed.values() for change in of_kind.items()
+        ):
             if field not in found:
                 continue
             x = self.first[field]
-            other = ~x if x.dtype == bool else (x + 1 + np.arange(x.size).reshape(x.shape) % (vocab - 1)) % vocab
+            other = (
+                ~x
+                if x.dtype == bool
+                else (x + 1 + np.arange(x.size).reshape(x.shape) % (vocab - 1)) % vocab
+            )
             where = where.reshape(where.shape + (1,) * (x.ndim - where.ndim))
             found[field] = np.where(where, other, found[field]).astype(x.dtype)
         return found
 
 
 def make_pair(batch: Batch, windows: Sequence[Window], drops: bool) -> Pair:
-    """Makes a pair of batches; the first one is like `batch`. If experts drop tokens, earlier documents matter."""
-    within, begins, own, earlier, later, rows = (np.zeros(batch["targets"].shape, bool) for _ in range(6))
+    """Makes a pair of batches; the first one is like `batch`.
+
+    If experts drop tokens, earlier documents matter.
+    """
+    within, begins, own, earlier, later, rows = (
+        np.zeros(batch["targets"].shape, bool) for _ in range(6)
+    )
     for row, begin, end in windows:
         rows[row] = True
         earlier[row][:begin] = True
@@ -228,7 +278,7 @@ def make_pair(batch: Batch, windows: Sequence[Window], drops: bool) -> Pair:
     return Pair(windows, {**batch, "is_seq_start": starts, "loss_mask": within}, changed)
 
 
-# ---- programs --------------------------------------------------------------------------------------------------------
+# ---- programs ------------------------------------------------------------------------------------
 
 
 class _Program:
@@ -241,12 +291,21 @@ class _Program:
             if step.name != "logits":
                 loss = info[1].loss if step.name == "training" else info[0]
                 used = [x is loss for x in jax.tree.leaves(info)]
-                self._jaxpr = ClosedJaxpr(dce_jaxpr(step.jaxpr.jaxpr, used, instantiate=True)[0], step.jaxpr.consts)
+                self._jaxpr = ClosedJaxpr(
+                    dce_jaxpr(step.jaxpr.jaxpr, used, instantiate=True)[0], step.jaxpr.consts
+                )
         self._step = step
         self._args = draw(step, 0)
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(step.traced.args_info)]
+        paths = [
+            jax.tree_util.keystr(path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(step.traced.args_info)
+        ]
         fields = "targets", "inputs", "is_seq_start", "loss_mask"
-        of_batch = [(i, path.rpartition(".")[2]) for i, path in enumerate(paths) if path.startswith("[0][1]")]
+        of_batch = [
+            (i, path.rpartition(".")[2])
+            for i, path in enumerate(paths)
+            if path.startswith("[0][1]")
+        ]
         self._at = {field: i for i, field in of_batch if field in fields}
         self._is_whole = not step.config.training.document_mask
         if step.name == "logits":  # each text is a document
@@ -255,19 +314,29 @@ class _Program:
             self._args[i] = np.broadcast_to(np.arange(step.size[1]) == 0, self._args[i].shape)
         self.has_logits = False
         slots = getattr(step.config.model, "slots", None)
-        self.drops = step.name == "training" and slots is not None and bool(slots(step.config.training.seq_len))
+        self.drops = (
+            step.name == "training"
+            and slots is not None
+            and bool(slots(step.config.training.seq_len))
+        )
         """True if experts drop tokens, by what earlier documents of the sequence need."""
 
     def pairs(self) -> list[Pair]:
-        """Draws pairs of batches with windows in half of the sequences, which end at several positions."""
+        """Draws pairs of batches with windows in half of the sequences, which end at several
+        positions.
+        """
         rng = np.random.default_rng(0)
         of_step = {field: self._args[i] for field, i in self._at.items()}
         *rows, length = of_step["targets"].shape
-        halves = [half for half in np.array_split(rng.permutation([*np.ndindex(*rows)]), 2) if len(half)]
+        halves = [
+            half for half in np.array_split(rng.permutation([*np.ndindex(*rows)]), 2) if len(half)
+        ]
         places = rng.permuted(np.linspace(1, length, min(length, WINDOWS)).round())
         ends = itertools.cycle(places)
         found = []
-        for half in itertools.islice(itertools.cycle(halves), max(2, math.ceil(len(places) / len(halves[-1])))):
+        for half in itertools.islice(
+            itertools.cycle(halves), max(2, math.ceil(len(places) / len(halves[-1])))
+        ):
             windows = []
             for row in half:
                 end = int(next(ends))
@@ -312,7 +381,9 @@ class _Program:
         return found
 
     def finding(self, pair: Pair, kind: str) -> Finding:
-        """Names the line at which something that a position must not see comes into what is computed for it."""
+        """Names the line at which something that a position must not see comes into what is
+        computed for it.
+        """
         (before,) = self.run([pair])
         found = _Differences(pair, kind)
         self.run([pair], found)
@@ -376,14 +447,16 @@ def _finding(problem: str) -> Finding:
     return Finding(f"{problem}\n  remedy: {remedy}", is_wrong=True)
 
 
-# ---- the line --------------------------------------------------------------------------------------------------------
+# ---- the line ------------------------------------------------------------------------------------
 
 
 class _Differences:
-    """An observer of one pair that notes which equations have other values at positions of the window.
+    """An observer of one pair that notes which equations have other values at positions of the
+    window.
 
-    An array has an entry for each position if neighboring dims have the size of a sequence together. Where other
-    sequences differ, it is the entries of the own one that count, in the first dim of the number of sequences.
+    An array has an entry for each position if neighboring dims have the size of a sequence
+    together. Where other sequences differ, it is the entries of the own one that count, in the
+    first dim of the number of sequences.
     """
 
     def __init__(self, pair: Pair, kind: str):
@@ -402,7 +475,9 @@ class _Differences:
                 self._made.setdefault(id(x), (x, operation, ins))
         if not _is_logits(operation) and any(self._differs(machine, x) for x in outs):
             origin = self._origin(machine, operation, ins)
-            subject = "loss of a position depends" if self._is_loss else "logits of a position depend"
+            subject = (
+                "loss of a position depends" if self._is_loss else "logits of a position depend"
+            )
             text = f"{origin.place()}: {origin.shown}: the {subject} on {self._kind}"
             self.candidates.setdefault(operation.path, text)
 
@@ -410,7 +485,9 @@ class _Differences:
         """Goes back to what took the positions together, from values without an entry for each."""
         while True:
             values = [x for x in ins if isinstance(x, Exact) and id(x) in self._made]
-            mixed = [x for x in values if self.window(machine.shape(x)) is None and not self._is_same(x)]
+            mixed = [
+                x for x in values if self.window(machine.shape(x)) is None and not self._is_same(x)
+            ]
             if not mixed:
                 return operation
             _, operation, ins = self._made[id(mixed[0])]
@@ -422,7 +499,9 @@ class _Differences:
         return window is not None and not self._is_same(x, window)
 
     def _is_same(self, x: Exact, window: Any = True) -> bool:
-        """True if the batches have the same; from the logits on, the first one with either of them."""
+        """True if the batches have the same; from the logits on, the first one with either of
+        them.
+        """
         dim = 1 if self._is_loss else 0
         if x.value.shape[dim] == 1:
             return True
@@ -430,7 +509,9 @@ class _Differences:
         return not (~equal(a, b) & window).any()
 
     def window(self, shape: tuple[int, ...]) -> np.ndarray | None:
-        """True for the entries of an array that belong to the window; None if it has no such dims."""
+        """True for the entries of an array that belong to the window; None if it has no such
+        dims.
+        """
         *rows, length = self._shape
         if self._kind == OTHERS:
             for i in range(len(shape)):
@@ -451,7 +532,9 @@ class _Differences:
 
 
 class _Without:
-    """An observer that gives the results of one equation the values of the first batch at the window."""
+    """An observer that gives the results of one equation the values of the first batch at the
+    window.
+    """
 
     def __init__(self, differences: _Differences, path: tuple[int, ...]):
         self._differences = differences

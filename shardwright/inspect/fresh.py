@@ -22,13 +22,14 @@ ONCE = (*PACKAGES, "jax", "jaxlib")
 
 @contextlib.contextmanager
 def reimport(step: Step) -> Iterator[Step]:
-    """Context that yields a step of freshly imported modules of its model and of train.py, as when a program starts.
+    """Context that yields a step of freshly imported modules of its model and of train.py, as when
+    a program starts.
 
-    A trace leaves state in a module: a functools.cache, a dict, an attribute of a class. Another trace in the same
-    process would read from it values that hold on the mesh of the first one.
+    A trace leaves state in a module: a functools.cache, a dict, an attribute of a class. Another
+    trace in the same process would read from it values that hold on the mesh of the first one.
 
-    Other modules of their packages are imported again too. Objects that no file defines stay as they are. Trace the
-    step within the context.
+    Other modules of their packages are imported again too. Objects that no file defines stay as
+    they are. Trace the step within the context.
     """
     c = step.config.model
     kinds = (type(step.model), type(step.config.model))
@@ -39,7 +40,9 @@ def reimport(step: Step) -> Iterator[Step]:
 
     def is_own(name: str, module: object) -> bool:
         top = name.partition(".")[0]
-        is_named = top in packages or (getattr(module, "__file__", None) in files and top not in ONCE)
+        is_named = top in packages or (
+            getattr(module, "__file__", None) in files and top not in ONCE
+        )
         is_named |= name == step.spec.module or f"{name}.".startswith(f"{MODELS}.")
         return is_named and name != "__main__" and getattr(module, "__spec__", None) is not None
 
@@ -52,7 +55,9 @@ def reimport(step: Step) -> Iterator[Step]:
     def reload(kind: type) -> type:
         if kind.__module__ not in before or "<locals>" in kind.__qualname__:
             return kind
-        return functools.reduce(getattr, kind.__qualname__.split("."), importlib.import_module(kind.__module__))
+        return functools.reduce(
+            getattr, kind.__qualname__.split("."), importlib.import_module(kind.__module__)
+        )
 
     try:
         spec = load_spec(step.spec.module) if step.spec.module in before else step.spec
@@ -72,7 +77,9 @@ def reimport(step: Step) -> Iterator[Step]:
 
 
 def _forget(modules: Iterable[str]) -> None:
-    """Has Python import these modules again; `from package import module` reads the attribute of the package."""
+    """Has Python import these modules again; `from package import module` reads the attribute of
+    the package.
+    """
     for name in modules:
         package, _, last = name.rpartition(".")
         # Not an object of the module's name that the package imported from it.

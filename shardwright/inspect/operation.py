@@ -1,4 +1,7 @@
-"""An operation of a source line, as a plan predicts it and as the compiler writes it. Does not import JAX."""
+"""An operation of a source line, as a plan predicts it and as the compiler writes it.
+
+Does not import JAX.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,14 +24,16 @@ class Operation(NamedTuple):
     """Equal executions of one operation on one device.
 
     Attributes:
-        kind: matmul; attention, by a kernel of its own; memory, for fused operations and pure moves; collective; kept,
-            for an array that the backward pass reads, which only a plan has; or other.
+        kind: matmul; attention, by a kernel of its own; memory, for fused operations and pure
+            moves; collective; kept, for an array that the backward pass reads, which only a plan
+            has; or other.
         what: sizes of a matmul, name of a collective, or the array that is made.
         line: as in lines.Site.
-        phase: "forward", "backward", "again" for what the backward pass recomputes of the forward pass, or "".
+        phase: "forward", "backward", "again" for what the backward pass recomputes of the forward
+            pass, or "".
         count: executions in a step; of a compiled one, in one turn of the loops around it.
-        size: of one execution: FLOPs of a matmul or of attention; bytes that a device sends if the devices of a group
-            form a ring; bytes of a kept array; else 0.
+        size: of one execution: FLOPs of a matmul or of attention; bytes that a device sends if the
+            devices of a group form a ring; bytes of a kept array; else 0.
         dtype: dtype of the operands.
         axes: for a collective, its axes; empty if unknown.
 
@@ -36,13 +41,15 @@ class Operation(NamedTuple):
         task: the task of a pipeline stage, or "".
         traffic: bytes that one execution reads and writes in the device's memory.
         shape: for a matmul its sizes b, m, k, n; else ().
-        bytes: for a collective, bytes of the whole array: the result of a gather, the operand of a scatter.
-        tensor: for a collective, the name of its weight, or its operand; for the cast of a weight, the weight's name.
-        timing: for a collective. ahead: its operand is available when the iteration begins; after: nothing in the
+        bytes: for a collective, bytes of the whole array: the result of a gather, the operand of a
+        scatter. tensor: for a collective, the name of its weight, or its operand; for the cast of a
+        weight, the weight's name. timing: for a collective. ahead: its operand is available when
+        the iteration begins; after: nothing in the
             iteration reads its result; waited: neither.
         loop: index of the loop body that contains it.
         seconds: time of all executions in a step, on a kind of chip.
-        exposed: by how much they lengthen the step. For a message, the time in which the device computes nothing else;
+        exposed: by how much they lengthen the step. For a message, the time in which the device
+        computes nothing else;
             for computation, all of its time, plus the slowdown by concurrent messages.
 
     Compiled:
@@ -50,7 +57,8 @@ class Operation(NamedTuple):
         section: index of its section in the table.
         turns: number of turns of the loops in a step.
         sometimes: True if it is conditional, so a device may do fewer than are counted.
-        overlapped: for a collective, True if the program computes between its start and its end. None: it has no start
+        overlapped: for a collective, True if the program computes between its start and its end.
+        None: it has no start
             and end.
     """
 
@@ -96,7 +104,9 @@ class Operation(NamedTuple):
     def words(self) -> str:
         """What it is, in words."""
         if self.kind == "collective":
-            overlapped = {None: "", True: ", overlapped", False: ", not overlapped"}[self.overlapped]
+            overlapped = {None: "", True: ", overlapped", False: ", not overlapped"}[
+                self.overlapped
+            ]
             return f"{self.what} {' '.join(self.axes) or '?'}{overlapped}"
         return f"{self.what} {self.dtype}".strip()
 
@@ -115,8 +125,9 @@ def matmul_sizes(
 ) -> tuple[int, int, int, int]:
     """Sizes b, m, k, n of a matmul: batch, rows, contracted size, columns.
 
-    `left` and `right` are the shapes of the operands, of which `contracted` and `batch` are dims, and `groups` is the
-    number of matrices of the right one, if each row of the left one is multiplied by one of them.
+    `left` and `right` are the shapes of the operands, of which `contracted` and `batch` are dims,
+    and `groups` is the number of matrices of the right one, if each row of the left one is
+    multiplied by one of them.
     """
 
     def entries(shape: Sequence[int], dims: Iterable[int]) -> int:
@@ -135,7 +146,9 @@ def matmul(b: int, m: int, k: int, n: int, dtype: str) -> Operation:
 
 
 def sent_in_ring(opcode: str, size: int, members: int) -> int:
-    """Bytes that each of so many devices sends in a ring, in a collective of a whole array of `size` bytes."""
+    """Bytes that each of so many devices sends in a ring, in a collective of a whole array of
+    `size` bytes.
+    """
     if opcode in ("collective-permute", "collective-broadcast"):
         return size
     return size * (members - 1) * (2 if opcode == "all-reduce" else 1) // members

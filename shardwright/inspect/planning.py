@@ -1,4 +1,5 @@
-"""Plans configurations and changes of their settings: which ones make a step faster, or make it fit.
+"""Plans configurations and changes of their settings: which ones make a step faster, or make it
+fit.
 
 A run plans itself before it compiles, and stops if it cannot fit.
 """
@@ -37,31 +38,48 @@ FILE = "plan.json"
 NOT_MEASURED = "cpu"
 """Name of the chip whose numbers are assumed, so that a plan for it would mean nothing."""
 MARGIN = 0.1
-"""Share by which planned memory may be wrong. A run is rejected only if its plan exceeds memory by more."""
+"""Share by which planned memory may be wrong. A run is rejected only if its plan exceeds memory by
+more."""
 
 
 def mesh_sizes(c: Config, devices: int | None) -> dict[str, int]:
     """Devices along each axis of the configuration's mesh. None: as many as the mesh states.
 
-    Raises ValueError if the mesh does not have that many, or contains -1 and no number of devices is given.
+    Raises ValueError if the mesh does not have that many, or contains -1 and no number of devices
+    is given.
     """
     sizes = {axis: getattr(c.mesh, axis) for axis in AXES}
     if none := [axis for axis, size in sizes.items() if size == 0]:
-        raise ValueError(f"mesh.{none[0]} is 0; give a number of devices, at least 1, or -1 for the remaining ones.")
+        raise ValueError(
+            f"mesh.{none[0]} is 0; give a number of devices, at least 1, or -1 for the remaining "
+            "ones."
+        )
     left = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if left and devices is None:
-        raise ValueError(f"mesh.{left[0]} is -1, for the remaining devices: give plan.devices=<number of devices>.")
+        raise ValueError(
+            f"mesh.{left[0]} is -1, for the remaining devices: give plan.devices=<number of "
+            "devices>."
+        )
     if len(left) > 1:
-        raise ValueError(f"mesh.{left[0]} and mesh.{left[1]} are -1; only one can take the remaining devices.")
+        raise ValueError(
+            f"mesh.{left[0]} and mesh.{left[1]} are -1; only one can take the remaining devices."
+        )
     if devices is not None and (devices % known if left else devices != known):
         shown = mesh_text(sizes)
-        raise ValueError(f"plan.devices is {devices}, but the mesh is {shown}. Give mesh.r, mesh.d or mesh.t to match.")
+        raise ValueError(
+            f"plan.devices is {devices}, but the mesh is {shown}. Give mesh.r, mesh.d or mesh.t to "
+            "match."
+        )
     return sizes | dict.fromkeys(left, (devices or known) // known)
 
 
-def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip: Chip) -> PlannedStep:
-    """The training step of a configuration on a mesh of chips, as a plan sees it. It uses no devices.
+def planned_step(
+    c: Config, model: LanguageModel, sizes: Mapping[str, int], chip: Chip
+) -> PlannedStep:
+    """The training step of a configuration on a mesh of chips, as a plan sees it.
+
+    It uses no devices.
 
     Args:
         c: the configuration. Its section `mesh` is ignored.
@@ -70,7 +88,8 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
         chip: the kind of devices.
 
     Raises:
-        ValueError: the mesh does not divide the sizes of the model or batch, or the step is rejected.
+        ValueError: the mesh does not divide the sizes of the model or batch, or the step is
+            rejected.
     """
     t = c.training
     mesh = explicit_mesh(axes_of_mesh(sizes), device=device_like(chip))
@@ -80,7 +99,9 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
     step = trace_step(c, model, mesh, kernels_as_calls=True)
     traced = step.traced
     flops = flops_of_model(model.table, c.model, attended_keys(step.calls, c.model, t.seq_len))
-    facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, count_layers(model.table), t.microbatches)
+    facts = Facts(
+        t.batch_size * t.seq_len, flops, t.compute_dtype, count_layers(model.table), t.microbatches
+    )
     return step_of(traced, sizes, chip.platform, facts, table)
 
 
@@ -91,10 +112,14 @@ class Change(NamedTuple):
     plan: Plan
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={'null' if value is None else value}" for name, value in self.settings.items())
+        return " ".join(
+            f"{name}={'null' if value is None else value}" for name, value in self.settings.items()
+        )
 
 
-def with_settings(c: Config, sizes: Mapping[str, int], settings: Settings) -> tuple[Config, dict[str, int]]:
+def with_settings(
+    c: Config, sizes: Mapping[str, int], settings: Settings
+) -> tuple[Config, dict[str, int]]:
     """A copy of the configuration and of the sizes of its mesh with these settings.
 
     Raises ValueError if they contradict each other.
@@ -110,12 +135,15 @@ def with_settings(c: Config, sizes: Mapping[str, int], settings: Settings) -> tu
 def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, settings: Settings) -> Plan:
     """The plan with these settings. Raises ValueError if they contradict each other."""
     c, sizes = with_settings(c, sizes, settings)
-    steps = c.training.steps or (c.training.tokens or 0) // (c.training.batch_size * c.training.seq_len)
+    steps = c.training.steps or (c.training.tokens or 0) // (
+        c.training.batch_size * c.training.seq_len
+    )
     return plan_of(planned_step(c, load_model(c.model), sizes, chip), chip, steps)
 
 
 def changes(c: Config, sizes: Mapping[str, int], fits: bool = True) -> Iterator[Settings]:
-    """One change at a time: first what may make a step faster, or, if it does not fit, what lowers its memory.
+    """One change at a time: first what may make a step faster, or, if it does not fit, what lowers
+    its memory.
 
     The batch stays the same. Some may be rejected.
     """
@@ -148,9 +176,11 @@ def _move_devices(sizes: Mapping[str, int], to: str) -> Iterator[Settings]:
 
 
 def best_changes(c: Config, sizes: Mapping[str, int], now: Plan, most: int = 12) -> list[Change]:
-    """Those of `changes` that fit, fastest first; if the current plan `now` fits, only those that are faster.
+    """Those of `changes` that fit, fastest first; if the current plan `now` fits, only those that
+    are faster.
 
-    The first `most` that are not rejected are planned, so that the same command says the same on any machine.
+    The first `most` that are not rejected are planned, so that the same command says the same on
+    any machine.
     """
     found: list[Change] = []
     for settings in changes(c, sizes, now.fits):
@@ -162,12 +192,15 @@ def best_changes(c: Config, sizes: Mapping[str, int], now: Plan, most: int = 12)
 
 
 def advice(c: Config, sizes: Mapping[str, int], now: Plan, most: int = 6) -> list[str]:
-    """Lines under a plan: the most helpful changes; for a step that does not fit, the change that makes it fit."""
+    """Lines under a plan: the most helpful changes; for a step that does not fit, the change that
+    makes it fit.
+    """
     best = best_changes(c, sizes, now, most)
     if best and not now.fits:
         return [f"{best[0]} fits"]
     lines = [
-        f"{change.plan.seconds / now.seconds - 1:>+7.1%} time {in_bytes(change.plan.step.peak):>9}  {change}"
+        f"{change.plan.seconds / now.seconds - 1:>+7.1%} time {in_bytes(change.plan.step.peak):>9} "
+        f" {change}"
         for change in best[:3]
     ]
     return lines or ["no single change that was planned"]
@@ -184,8 +217,11 @@ def plan_run(step: Step, steps: int, directory: Path) -> str | None:
     c, mesh = step.config, step.mesh
     named = c.hardware.chip
     found = chip_for(mesh.devices.flat[0].device_kind)
-    is_found = found is not None and found.name != NOT_MEASURED and (named is None or named in known())
-    chip = chip_of(named) if named and not is_found else found  # a configuration is also taken to other chips
+    is_found = (
+        found is not None and found.name != NOT_MEASURED and (named is None or named in known())
+    )
+    # a configuration is also taken to other chips
+    chip = chip_of(named) if named and not is_found else found
     sizes = dict.fromkeys(AXES, 1) | dict(mesh.shape)
     if chip is None or chip.name == NOT_MEASURED:
         return None
@@ -198,16 +234,23 @@ def plan_run(step: Step, steps: int, directory: Path) -> str | None:
     each, low, high = map(in_seconds, (plan.seconds, *plan.range))
     need = in_bytes(plan.step.peak)
     has = in_bytes(chip.memory_bytes)
-    line = f"plan       {each} a step ({low} to {high}), MFU {plan.mfu:.0%}, {need} of {has} on {chip.title}"
+    line = (
+        f"plan       {each} a step ({low} to {high}), MFU {plan.mfu:.0%}, {need} of {has} on "
+        f"{chip.title}"
+    )
     if plan.fits:
         return line
     why = f"the step needs {need} of a device, {chip.title}, which has {has}: {_largest(plan)}"
     if plan.step.peak <= (1 + MARGIN) * chip.memory_bytes:
         return f"{line}\nWARNING    {why}, if the plan is right: it may be wrong by {MARGIN:.0%}."
     best = best_changes(c, sizes, plan)[:1]
-    by = [f"{change} makes it fit, with {in_seconds(change.plan.seconds)} a step" for change in best]
+    by = [
+        f"{change} makes it fit, with {in_seconds(change.plan.seconds)} a step" for change in best
+    ]
     by = by or ["Take more devices"]
-    raise ValueError(f"{why}. {by[0]}; if the plan is wrong, hardware.chip=<YAML file with other memory_bytes>.")
+    raise ValueError(
+        f"{why}. {by[0]}; if the plan is wrong, hardware.chip=<YAML file with other memory_bytes>."
+    )
 
 
 def _largest(plan: Plan) -> str:

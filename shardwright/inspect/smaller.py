@@ -33,7 +33,8 @@ from shardwright.program.step import Step, with_settings
 MOST_DEVICES = 16
 """Number of devices that a small mesh should not exceed."""
 FEW = 4
-"""Numbers of entries on a device up to this stay as they are: heads of a group, experts of a token."""
+"""Numbers of entries on a device up to this stay as they are: heads of a group, experts of a
+token."""
 MANY = (5, 7, 11, 13, 17, 19, 23, 29)
 """Numbers of entries on a device in place of larger ones. As no one is a product of others, a size
 of the small program can only be one product of dims."""
@@ -69,7 +70,10 @@ class Small:
 
 
 def make_small(
-    step: Step, length: int = LENGTH, axes: Mapping[str, int] | None = None, numbers: Sequence[int] = MANY
+    step: Step,
+    length: int = LENGTH,
+    axes: Mapping[str, int] | None = None,
+    numbers: Sequence[int] = MANY,
 ) -> Small:
     """Chooses small sizes for a step. A setting whose small size the model refuses stays as it is.
 
@@ -100,7 +104,9 @@ def make_small(
         refusal = _refusal(with_settings(real.config, edits), axes)
         raise Undecided(f"the model has no sizes that are small enough to be run: {refusal}")
     specs = _specs(real)
-    made = next((small for small in itertools.chain([first], steps) if _specs(small) == specs), first)
+    made = next(
+        (small for small in itertools.chain([first], steps) if _specs(small) == specs), first
+    )
     pairs = {axis: (mesh[axis], made.mesh.shape[axis]) for axis in mesh}
     return Small(made, real, _dims(real, made), pairs, kernels)
 
@@ -113,11 +119,16 @@ def attention_paths_of(step: Step) -> list[str]:
 
 
 def make_other(step: Step, small: Small, length: int = LENGTH) -> Small | None:
-    """Returns a step with other sizes than a small one, if that has fewer devices than the run; else None.
+    """Returns a step with other sizes than a small one, if that has fewer devices than the run;
+    else None.
 
-    Two small programs tell what one cannot: min(axis_size, 3) is the number of devices if there are three.
+    Two small programs tell what one cannot: min(axis_size, 3) is the number of devices if there are
+    three.
     """
-    others = {axis: few if few == real else (2 if few == 3 else 3) for axis, (real, few) in small.axes.items()}
+    others = {
+        axis: few if few == real else (2 if few == 3 else 3)
+        for axis, (real, few) in small.axes.items()
+    }
     few = {axis: few for axis, (_, few) in small.axes.items()}
     return make_small(step, 2 * length, others, MANY[1:]) if others != few else None
 
@@ -132,14 +143,17 @@ def _fewer_devices(mesh: Mapping[str, int]) -> dict[str, int]:
     return axes
 
 
-def _of_training(step: Step, axes: Mapping[str, int], paths: list[str], least: int) -> dict[str, Any]:
+def _of_training(
+    step: Step, axes: Mapping[str, int], paths: list[str], least: int
+) -> dict[str, Any]:
     """Edits of sizes of the batch, and of choices that depend on them."""
     t = step.config.training
     mesh = step.mesh.shape
     edits: dict[str, Any] = {}
     microbatches = t.microbatches if axes.get(PIPELINE_AXIS, 1) > 1 else min(t.microbatches, 2)
     edits["training.microbatches"] = microbatches
-    rows = max(t.batch_size // (t.microbatches * _count(mesh, "rde")), 1)  # of texts, there may be any
+    # of texts, there may be any
+    rows = max(t.batch_size // (t.microbatches * _count(mesh, "rde")), 1)
     edits["training.batch_size"] = microbatches * _count(axes, "rde") * min(rows, 2)
 
     in_chunks = min(t.seq_len // (t.loss_chunk or t.seq_len), TURNS)
@@ -165,7 +179,9 @@ def _of_training(step: Step, axes: Mapping[str, int], paths: list[str], least: i
     return edits
 
 
-def _of_model(step: Step, axes: Mapping[str, int], length: int, numbers: Sequence[int]) -> dict[str, Any]:
+def _of_model(
+    step: Step, axes: Mapping[str, int], length: int, numbers: Sequence[int]
+) -> dict[str, Any]:
     """Edits of sizes of the model: as many entries on a device if they are few, else a few."""
     c = step.config.model
     names = {name: dim for dim, name in getattr(c, "dims", {}).items()}
@@ -182,7 +198,9 @@ def _of_model(step: Step, axes: Mapping[str, int], length: int, numbers: Sequenc
     following = iter(numbers)
     over_heads = step.config.training.context == "ulysses" and axes.get("c", 1) > 1
     # The dims that most devices share get the least numbers.
-    for name, n in sorted(sizes.items(), key=lambda pair: (-_count(axes, shards[pair[0]]), pair[1])):
+    for name, n in sorted(
+        sizes.items(), key=lambda pair: (-_count(axes, shards[pair[0]]), pair[1])
+    ):
         local = n // _count(step.mesh.shape, shards[name])
         if n <= FEW and not shards[name]:
             continue
@@ -245,7 +263,9 @@ def _step_on(step: Step, real: Step, c: Config, axes: Mapping[str, int]) -> Step
     of: Any = getattr(step.mesh, "abstract_mesh", step.mesh)
     Model: Any = type(step.model)
     kinds = tuple(step.mesh.axis_types)
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=kinds, abstract_device=of.abstract_device)
+    mesh = AbstractMesh(
+        tuple(axes.values()), tuple(axes), axis_types=kinds, abstract_device=of.abstract_device
+    )
     with tracing(mesh):
         model = Model(c.model)
     return Step(c, model, mesh, step.spec, step.name, plain_sums=real.plain_sums, like=real)
@@ -258,7 +278,10 @@ def _dims(real: Step, small: Step) -> dict[str, tuple[int, int]]:
     trainings = real.config.training, small.config.training
     names = {field.name for field in dataclasses.fields(models[0])}
     names |= {*getattr(models[0], "dims", {}).values(), "heads"}
-    for parts, of in ((models, names), (trainings, ("batch_size", "seq_len", "loss_chunk", "microbatches"))):
+    for parts, of in (
+        (models, names),
+        (trainings, ("batch_size", "seq_len", "loss_chunk", "microbatches")),
+    ):
         for name in of:
             a, b = (getattr(part, name, None) for part in parts)
             if type(a) is int and type(b) is int:
@@ -286,7 +309,8 @@ def _dims(real: Step, small: Step) -> dict[str, tuple[int, int]]:
 NOT_FINITE = 3
 """The seed of a draw with NaN in each weight."""
 INTERVAL = 252_000
-"""Steps of a multiple of most intervals that people choose: 2 to 10, 16, 24, 30, 32, 50, 60, 100, 500, 1,000."""
+"""Steps of a multiple of most intervals that people choose: 2 to 10, 16, 24, 30, 32, 50, 60, 100,
+500, 1,000."""
 
 
 def draw(step: Step, seed: int) -> list[Any]:
@@ -304,7 +328,8 @@ def draw(step: Step, seed: int) -> list[Any]:
     vocab = step.config.model.vocab
     warmup = step.config.optimizer.warmup_steps
     end = step.config.optimizer.schedule_steps or step.config.training.steps or warmup + 1
-    # The first step; one after warmup; the last of an interval, so late that averages have all their steps.
+    # The first step; one after warmup; the last of an interval, so late that averages have all
+    # their steps.
     later = (warmup + end) // 2
     number = (0, later, (end // INTERVAL + 64) * INTERVAL - 1, later | 1)[seed]
 
@@ -342,4 +367,7 @@ def draw(step: Step, seed: int) -> list[Any]:
         return x
 
     pairs = jax.tree_util.tree_leaves_with_path(step.traced.args_info)
-    return [of(jax.tree_util.keystr(path), aval) for (path, _), aval in zip(pairs, step.jaxpr.in_avals, strict=True)]
+    return [
+        of(jax.tree_util.keystr(path), aval)
+        for (path, _), aval in zip(pairs, step.jaxpr.in_avals, strict=True)
+    ]

@@ -1,6 +1,8 @@
-"""Checks, before the first step of a run, that its steps compute on this mesh what they compute on one device.
+"""Checks, before the first step of a run, that its steps compute on this mesh what they compute on
+one device.
 
-Both programs run, at small sizes, in exact arithmetic (shardlib.exact), and all their results are compared.
+Both programs run, at small sizes, in exact arithmetic (shardlib.exact), and all their results are
+compared.
 """
 
 import ast
@@ -38,19 +40,29 @@ from shardwright.program.processes import in_all_processes
 from shardwright.program.stages import placement_of
 from shardwright.program.step import EINSUM_ATTENTION, NAMES, Step
 
-OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
+OF_MACHINES = (
+    "devices",
+    "local_devices",
+    "device_count",
+    "local_device_count",
+    "process_count",
+    "process_index",
+)
 OF_MACHINES += ("get_mesh",)
-"""Functions of JAX that a step must not call: their results are the same in a trace for another mesh."""
+"""Functions of JAX that a step must not call: their results are the same in a trace for another
+mesh."""
 SHOWN = 5
 """Number of findings that an error shows."""
 PLAIN = {**EINSUM_ATTENTION, "training.loss_chunk": None}
-"""Edits of the step on one device: attention in one product, without blocks, and the loss in one chunk."""
+"""Edits of the step on one device: attention in one product, without blocks, and the loss in one
+chunk."""
 SEEDS = {"training": (0, 1, 2, NOT_FINITE), "evaluation": (0, 1), "start": (0,)}
 """Seeds of the inputs on which each program runs."""
 
 
 LONGER = 3 * LENGTH
-"""Positions of a sequence in which a step is run again if LENGTH of them leave something undecided."""
+"""Positions of a sequence in which a step is run again if LENGTH of them leave something
+undecided."""
 
 
 class Verdict(NamedTuple):
@@ -89,8 +101,8 @@ def check_steps(step: Step, names: tuple[str, ...] = NAMES) -> Checked:
         names: the programs that are checked.
 
     Raises:
-        ShardError: names the lines of the source that are wrong, with the remedy; or lines that the check cannot
-            decide, unless training.accept_undecided accepts them.
+        ShardError: names the lines of the source that are wrong, with the remedy; or lines that the
+            check cannot decide, unless training.accept_undecided accepts them.
     """
 
     def check() -> Checked:
@@ -110,16 +122,25 @@ REMEDY = "set training.accept_undecided=true to run without knowing it"
 
 
 def find_unsound(step: Step) -> list[Finding]:
-    """Finds what is wrong with the programs of a step on its mesh. The argument is that of check_steps."""
+    """Finds what is wrong with the programs of a step on its mesh.
+
+    The argument is that of check_steps.
+    """
     return examine(step).found
 
 
 def examine(step: Step, names: tuple[str, ...] = NAMES) -> Verdict:
-    """Runs the programs of a step at small sizes, on the mesh and on one device, and compares all results."""
-    kinds = [kind for kind in type(step.model).__mro__ if kind.__module__ not in ("builtins", "typing")]
+    """Runs the programs of a step at small sizes, on the mesh and on one device, and compares all
+    results.
+    """
+    kinds = [
+        kind for kind in type(step.model).__mro__ if kind.__module__ not in ("builtins", "typing")
+    ]
     makers = [step.spec.init_state, step.spec.make_training_step, step.spec.make_evaluation_step]
     makers += own_functions(step.config.optimizer)
-    if found := list(dict.fromkeys(finding for part in (*makers, *kinds) for finding in _machines(part))):
+    if found := list(
+        dict.fromkeys(finding for part in (*makers, *kinds) for finding in _machines(part))
+    ):
         return Verdict(found)
     try:
         _programs(step, names)
@@ -130,7 +151,8 @@ def examine(step: Step, names: tuple[str, ...] = NAMES) -> Verdict:
     verdict = _examine_at(step, names, LENGTH)
     if not verdict.undecided or step.config.training.seq_len <= LENGTH:
         return verdict
-    longer = _examine_at(step, names, LONGER)  # a model may divide a sequence into more than LENGTH shows
+    # a model may divide a sequence into more than LENGTH shows
+    longer = _examine_at(step, names, LONGER)
     return verdict if longer.undecided else longer
 
 
@@ -152,7 +174,8 @@ def _examine_at(step: Step, names: tuple[str, ...], length: int) -> Verdict:
         return Verdict([], [str(error)])
     undecided: list[str] = []
     results: dict[str, str] = {}
-    for name in sorted(names):  # evaluation first: it is faster, and names a line of the forward pass
+    for name in sorted(names):
+        # evaluation first: it is faster, and names a line of the forward pass
         smalls = [small, other] if other else [small]
         verdict = _compare(smalls, others.get(name), *(programs[name] for programs in traces))
         if verdict.found:
@@ -167,7 +190,9 @@ def _examine_at(step: Step, names: tuple[str, ...], length: int) -> Verdict:
 
 def _on_one_device(step: Step) -> Step:
     """Returns a step on one device, in its plainest form, with the choices for its mesh."""
-    return step.other(PLAIN, mesh=on_one_device(step.mesh, without=OPTIONAL), planned=dict(step.mesh.shape))
+    return step.other(
+        PLAIN, mesh=on_one_device(step.mesh, without=OPTIONAL), planned=dict(step.mesh.shape)
+    )
 
 
 def traced(step: Step) -> Any:
@@ -178,7 +203,9 @@ def traced(step: Step) -> Any:
         call = users_call(error)
         where = f"{place(call.tb_frame.f_code.co_filename, call.tb_lineno)}: " if call else ""
         on = " on one device" if step.mesh.size == 1 else ""
-        raise Undecided(f"{where}the {step.name} step does not trace{on}: {in_a_line(error)}") from error
+        raise Undecided(
+            f"{where}the {step.name} step does not trace{on}: {in_a_line(error)}"
+        ) from error
 
 
 def _programs(step: Step, names: tuple[str, ...]) -> dict[str, Step]:
@@ -189,8 +216,11 @@ def _programs(step: Step, names: tuple[str, ...]) -> dict[str, Step]:
     return steps
 
 
-def _compare(smalls: list[Small], second: Step | None, whole: Step, step: Step, twin: Step) -> Verdict:
-    """Runs a program and the one of one device, `twin`, of which `whole` is that at the run's sizes.
+def _compare(
+    smalls: list[Small], second: Step | None, whole: Step, step: Step, twin: Step
+) -> Verdict:
+    """Runs a program and the one of one device, `twin`, of which `whole` is that at the run's
+    sizes.
 
     `second` is the program at the sizes of the second of `smalls`, if there are two.
     """
@@ -203,7 +233,9 @@ def _compare(smalls: list[Small], second: Step | None, whole: Step, step: Step, 
     placed = [_placed(args, arguments, order) for args in draws]
 
     def run(is_reversed: bool = False) -> tuple[list[Difference], Machine, list[Exact]]:
-        machine, outs = run_draws(step.jaxpr, step.mesh.shape, placed, coverage.observe, is_reversed)
+        machine, outs = run_draws(
+            step.jaxpr, step.mesh.shape, placed, coverage.observe, is_reversed
+        )
         other, expected = run_draws(twin.jaxpr, twin.mesh.shape, draws, is_reversed=is_reversed)
         moved = [
             move(functools.partial(np.take, indices=order, axis=other.rank), x) if is_stack else x
@@ -219,7 +251,10 @@ def _compare(smalls: list[Small], second: Step | None, whole: Step, step: Step, 
         return Verdict([Finding(str(error), is_wrong=True)])
     inputs = [other.whole(x) for args in draws for x in args]
     hashes = {f"{step.name}: inputs": digest_of(inputs)}
-    hashes |= {f"{step.name}: {_named(path)}": digest_of([x]) for path, x in zip(results, expected, strict=True)}
+    hashes |= {
+        f"{step.name}: {_named(path)}": digest_of([x])
+        for path, x in zip(results, expected, strict=True)
+    }
     if differing:
         alike = [*_like(step), twin.jaxpr] if order is None else []
         for program, args in itertools.product(alike, placed):
@@ -233,7 +268,9 @@ def _compare(smalls: list[Small], second: Step | None, whole: Step, step: Step, 
     if texts := differing_dtypes(real.jaxpr, whole.jaxpr):
         return Verdict([Finding(text, is_wrong=True) for text in texts])
     programs = [real.jaxpr, step.jaxpr, *([second.jaxpr] if second else [])]
-    lines = sizes.compare(programs, *(_numbers(of) for of in ([s.dims for s in smalls], [s.axes for s in smalls])))
+    lines = sizes.compare(
+        programs, *(_numbers(of) for of in ([s.dims for s in smalls], [s.axes for s in smalls]))
+    )
     lines += sizes.compare([whole.jaxpr, twin.jaxpr], small.dims, small.axes)
     if lines:
         return Verdict([], lines, results=hashes)
@@ -248,7 +285,9 @@ def _compare(smalls: list[Small], second: Step | None, whole: Step, step: Step, 
 
 
 def _numbers(pairs: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, ...]]:
-    """Returns sizes by name: the run's, and one of each small program, which all of `pairs` name."""
+    """Returns sizes by name: the run's, and one of each small program, which all of `pairs`
+    name.
+    """
     first, *others = pairs
     names = [name for name in first if all(name in of for of in others)]
     return {name: (*first[name], *(of[name][1] for of in others)) for name in names}
@@ -256,12 +295,16 @@ def _numbers(pairs: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[
 
 def _texts(step: Step, results: list[str], found: list[Difference]) -> list[str]:
     """Returns what was found about the results of a step, with their names."""
-    texts = [f"{_named(results[x.result])}: {x.text}" if x.result is not None else x.text for x in found]
+    texts = [
+        f"{_named(results[x.result])}: {x.text}" if x.result is not None else x.text for x in found
+    ]
     return [f"the {step.name} step: {text}" for text in texts]
 
 
 def _bounds(real: Step, paths: list[str], draws: list[list[Any]]) -> list[tuple[int, int] | None]:
-    """Returns least and largest entry of each argument: of integers that a dataset adds, those that were drawn."""
+    """Returns least and largest entry of each argument: of integers that a dataset adds, those that
+    were drawn.
+    """
 
     def bounds_of(path: str, drawn: tuple[Any, ...]) -> tuple[int, int] | None:
         if not is_integer(drawn[0].dtype):
@@ -272,11 +315,15 @@ def _bounds(real: Step, paths: list[str], draws: list[list[Any]]) -> list[tuple[
             return 0, real.config.model.vocab - 1
         return int(np.min(drawn)), int(np.max(drawn))
 
-    return [bounds_of(path, drawn) for path, drawn in zip(paths, zip(*draws, strict=True), strict=True)]
+    return [
+        bounds_of(path, drawn) for path, drawn in zip(paths, zip(*draws, strict=True), strict=True)
+    ]
 
 
 def _like(step: Step) -> list[Any]:
-    """Returns the program of one device in the form of the mesh, whose lines can be compared, if it can be traced."""
+    """Returns the program of one device in the form of the mesh, whose lines can be compared, if it
+    can be traced.
+    """
     # A ring of one device has another order of positions.
     without = OPTIONAL if step.config.training.context == "ring" else ()
     try:
@@ -319,18 +366,27 @@ def _package(name: str) -> str:
 
 
 def _machines(part: Callable[..., Any]) -> Iterator[Finding]:
-    """Where `part`, or what it names in its module, asks JAX about the machine, which is the same on all meshes."""
+    """Where `part`, or what it names in its module, asks JAX about the machine, which is the same
+    on all meshes.
+    """
     lines, _ = inspect.findsource(sys.modules[part.__module__])
     defined: dict[str, Any] = {}
     tree = ast.parse("".join(lines))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     of_modules = [x for node in imports if isinstance(node, ast.Import) for x in node.names]
     packages = {"jax"} | {x.asname for x in of_modules if x.asname and _package(x.name) == "jax"}
-    aliases = [x for node in imports if _package(getattr(node, "module", None) or "") == "jax" for x in node.names]
+    aliases = [
+        x
+        for node in imports
+        if _package(getattr(node, "module", None) or "") == "jax"
+        for x in node.names
+    ]
     imported = {alias.asname or alias.name for alias in aliases if alias.name in OF_MACHINES}
     node: Any
     for node in tree.body:
-        stored = (x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+        stored = (
+            x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+        )
         defined |= dict.fromkeys([node.name] if hasattr(node, "name") else stored, node)
     reached = [name for name in (part.__name__,) if name in defined]
     for name in reached:  # the list grows
@@ -342,6 +398,9 @@ def _machines(part: Callable[..., Any]) -> Iterator[Finding]:
         is_attribute = isinstance(node, ast.Attribute) and node.attr in OF_MACHINES
         if named or (is_attribute and _package(ast.unparse(node)) in packages):
             where = place(inspect.getsourcefile(sys.modules[part.__module__]) or "?", node.lineno)
-            problem = f"{ast.unparse(node)} is the same on all meshes, so the check cannot see what depends on it"
+            problem = (
+                f"{ast.unparse(node)} is the same on all meshes, so the check cannot see "
+                "what depends on it"
+            )
             remedy = "use shardops.axis_size('r d'), the number of devices along axes"
             yield Finding(f"{where}: {problem}\n  remedy: {remedy}")

@@ -8,10 +8,16 @@ from typing import Any, NamedTuple
 
 WIDTH = 80
 """Columns of a terminal."""
-_BYTES, _FLOPS, _TIMES = ("B", "KiB", "MiB", "GiB"), ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"), ("µs", "ms", "s")
+_BYTES, _FLOPS, _TIMES = (
+    ("B", "KiB", "MiB", "GiB"),
+    ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"),
+    ("µs", "ms", "s"),
+)
 _STEPS = {_BYTES: 1024, _FLOPS: 1000, _TIMES: 1000, ("", "k", "M", "G", "T"): 1000}
 """Units from small to large, and how many of one are the next."""
-_SMALLER = {large: (small, n) for units, n in _STEPS.items() for small, large in itertools.pairwise(units)}
+_SMALLER = {
+    large: (small, n) for units, n in _STEPS.items() for small, large in itertools.pairwise(units)
+}
 
 
 def in_bytes(count: float) -> str:
@@ -44,7 +50,9 @@ def _in_units(count: float, units: tuple[str, ...]) -> str:
 
 
 def in_unit(head: str, most: float) -> tuple[str, float]:
-    """The name of a column in the unit in which `most` is at least 1, and the factor of its numbers."""
+    """The name of a column in the unit in which `most` is at least 1, and the factor of its
+    numbers.
+    """
     *words, unit = head.split(" ")
     scale = 1.0
     while unit in _SMALLER and most * scale < 1:
@@ -93,7 +101,12 @@ class Table(NamedTuple):
         if len(rows) > most + 1:
             left = rows[most:]
             sums = [sum(row[i] for row in left) for i in range(self.adding)]
-            others = (*sums, *[None] * (len(self.head) - self.adding - 2), f"{len(left)} others", "")
+            others = (
+                *sums,
+                *[None] * (len(self.head) - self.adding - 2),
+                f"{len(left)} others",
+                "",
+            )
             rows = [*rows[:most], others]
         columns = []
         right = set()
@@ -102,7 +115,9 @@ class Table(NamedTuple):
             largest = max(numbers, default=1.0)
             head, scale = in_unit(head, largest)
             decimals = min(_decimals(scale * largest), 3)
-            texts = [f"{scale * x:,.{decimals}f}" if isinstance(x, float) else x or "" for x in cells]
+            texts = [
+                f"{scale * x:,.{decimals}f}" if isinstance(x, float) else x or "" for x in cells
+            ]
             columns.append([head, *texts])
             right.update([i] if numbers else [])
         body = align([*zip(*columns, strict=True)], right)
@@ -112,7 +127,10 @@ class Table(NamedTuple):
 def align(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
     """Aligns the cells of rows in columns, those of the columns `right` to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ([f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows)
+    lines = (
+        [f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)]
+        for row in rows
+    )
     return ["  ".join(cells).rstrip() for cells in lines]
 
 

@@ -1,1 +1,3 @@
-"""Parts that models share: their interface and weights, attention, RoPE, FP8, the loss in chunks."""
+"""Parts that models share: their interface and weights, attention, RoPE, FP8, the loss in
+chunks.
+"""

@@ -1,4 +1,6 @@
-"""Finds the calls of attention in a model's layers, by tracing them, and the implementation of each."""
+"""Finds the calls of attention in a model's layers, by tracing them, and the implementation of
+each.
+"""
 
 import dataclasses
 import math
@@ -34,7 +36,8 @@ class Call(NamedTuple):
     """Index of the layer in its period."""
     pattern: AttentionMask
     q: Any
-    """Shape and dtype of the queries. `learned` and `sinks` have those of the weights and sinks, if any."""
+    """Shape and dtype of the queries. `learned` and `sinks` have those of the weights and sinks, if
+    any."""
     learned: tuple
     sinks: Any
     dropout: bool
@@ -73,10 +76,17 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
             shapes = jax.tree.map(shape, (learned, sinks))
             place, stack, layers = self.cache
             of_layer = {"stack": stack, "layers": layers, "values": v.shape[-1]}
-            calls.append(Call(place, pattern, shape(q), *shapes, dropout=drop is not None, **of_layer))
-            return q if q.shape[-1] == v.shape[-1] else jnp.broadcast_to(q[..., :1], (*q.shape[:-1], v.shape[-1]))
+            calls.append(
+                Call(place, pattern, shape(q), *shapes, dropout=drop is not None, **of_layer)
+            )
+            return (
+                q
+                if q.shape[-1] == v.shape[-1]
+                else jnp.broadcast_to(q[..., :1], (*q.shape[:-1], v.shape[-1]))
+            )
 
-    # Tokens are an argument, since a constant would have another type than what a run computes from its batch.
+    # Tokens are an argument, since a constant would have another type than what a run computes from
+    # its batch.
     @typed_shard_map
     def per_device(w: Of[model.Weights], batch: TokenBatch, seeds: u32["B/b"] | None) -> f32[""]:
         with pipeline_stage():
@@ -85,7 +95,10 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
             tokens = tokens.prepared(model)
             w = forward.gatherable(w)
             x = varying(model.embed(w, tokens), stage_axes())
-            each = [(0, name, len(jax.tree.leaves(stack)[0])) for name, stack in stacks_before_layers(w).items()]
+            each = [
+                (0, name, len(jax.tree.leaves(stack)[0]))
+                for name, stack in stacks_before_layers(w).items()
+            ]
             each += [(place, "layers", model.config.layers // period) for place in range(period)]
             for index, which in enumerate(each):
                 place, name, _ = which
@@ -97,20 +110,27 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
     # One period of layers in each stage; the number of layers does not matter.
     w = shapes_of(model.table)
     count = period * mesh_axes().get(PIPELINE_AXIS, 1)
-    of_a_period = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), w.layers)
+    of_a_period = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), w.layers
+    )
     rows = max(sequences, shardops.axis_size("r d e"))
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
         batch_shapes(rows, length, 1, len(inputs_of(model))),
     )
-    seeds = jax.ShapeDtypeStruct((rows,), jnp.uint32) if getattr(model.config, "dropout", 0) else None
+    seeds = (
+        jax.ShapeDtypeStruct((rows,), jnp.uint32) if getattr(model.config, "dropout", 0) else None
+    )
     with compute_scope(forward.training.compute_dtype):
         jax.eval_shape(per_device, dataclasses.replace(w, layers=of_a_period), batch, seeds)
     return calls
 
 
 def describe_attention(step: Any) -> list[str]:
-    """Lists the implementation in each layer of a period. Raises ValueError if training.attention cannot compute it."""
+    """Lists the implementation in each layer of a period.
+
+    Raises ValueError if training.attention cannot compute it.
+    """
     forward = step.forward
     period = period_of(step.model)
     lines = []
@@ -122,27 +142,37 @@ def describe_attention(step: Any) -> list[str]:
 
 
 def mask_of(forward: Forward, call: Call) -> AttentionMask:
-    """The mask of a call as it runs: without training.document_mask, each sequence is one document."""
+    """The mask of a call as it runs: without training.document_mask, each sequence is one
+    document.
+    """
     return call.pattern if forward.training.document_mask else call.pattern.without(same_document)
 
 
 def path_of(forward: Forward, call: Call) -> str:
-    """Implementation of a call: `ring`, or one of PATHS. Raises ValueError if the settings cannot compute it."""
+    """Implementation of a call: `ring`, or one of PATHS.
+
+    Raises ValueError if the settings cannot compute it.
+    """
     setting = forward.training.attention
     how = context.way_of(forward.training)
     context.strategy(forward.training, call.q, call.learned, call.dropout)
     q, keys = context.on_device(how, call.q)
     if how == "ring":
         return "ring"
-    return choose(setting, mask_of(forward, call), q, call.dropout, call.sinks is not None, keys, call.d_value)
+    return choose(
+        setting, mask_of(forward, call), q, call.dropout, call.sinks is not None, keys, call.d_value
+    )
 
 
 def sees_later(pattern: AttentionMask, call: Call, length: int) -> bool:
-    """True if the mask of a call lets a position in a text of `length` tokens attend to a later one.
+    """True if the mask of a call lets a position in a text of `length` tokens attend to a later
+    one.
 
     A score of -inf, whatever the products are, also excludes a position.
     """
-    heads = jnp.arange(math.prod(call.q.shape[2:4]), dtype=jnp.int32).reshape(*call.q.shape[2:4], 1, 1)
+    heads = jnp.arange(math.prod(call.q.shape[2:4]), dtype=jnp.int32).reshape(
+        *call.q.shape[2:4], 1, 1
+    )
     learned = tuple(jnp.ones((1, *x.shape[1:]), x.dtype) for x in call.learned)
 
     # Positions are arguments: XLA would evaluate what follows from constants while it compiles.
@@ -153,10 +183,15 @@ def sees_later(pattern: AttentionMask, call: Call, length: int) -> bool:
         if pattern.score_mod is None:
             return jnp.any(later)
         products = jnp.zeros((1, *heads.shape[:2], q.index.shape[3], length))
-        return jnp.any(later & ~jnp.isneginf(pattern.changed(products, call.q.shape[-1], q, k, heads, learned)))
+        return jnp.any(
+            later & ~jnp.isneginf(pattern.changed(products, call.q.shape[-1], q, k, heads, learned))
+        )
 
     pairs = PAIRS // heads.size if pattern.score_mod else 4 * PAIRS
     queries = min(length, max(1, pairs // length))
     index = np.arange(length, dtype=np.int32)[None]
     positions = Positions.in_one_document
-    return any(bool(sees(positions(index[:, i : i + queries]), positions(index))) for i in range(0, length, queries))
+    return any(
+        bool(sees(positions(index[:, i : i + queries]), positions(index)))
+        for i in range(0, length, queries)
+    )

@@ -1,20 +1,25 @@
-"""The implementations of attention, each of which follows a model's AttentionMask, and the choice of one.
+"""The implementations of attention, each of which follows a model's AttentionMask, and the choice
+of one.
 
 `training.attention` names an implementation:
 
-    einsum      softmax_attention of train.py: the scores of all pairs of positions, in f32. The only one with dropout.
-    blockwise   softmax over one block of keys after another, in jax.numpy: any device, any float dtype
+    einsum      softmax_attention of train.py: the scores of all pairs of positions, in f32. The
+    only one with dropout. blockwise   softmax over one block of keys after another, in jax.numpy:
+    any device, any float dtype
                 (shardwright/modeling/blockwise.py). Its memory grows linearly with L.
-    cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for masks that do not change scores. It knows causal and Window.
-                Other conditions, such as same_document, become a mask of L×L entries for each sequence.
-    triton      JAX's Pallas kernel for NVIDIA GPUs, for causal and same_document. Its memory grows linearly with L.
-    splash      JAX's Pallas kernel for TPUs, for the conditions and soft-caps of shardwright/modeling/masks.py
+    cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for masks that do not change scores. It knows
+    causal and Window.
+                Other conditions, such as same_document, become a mask of L×L entries for each
+                sequence.
+    triton      JAX's Pallas kernel for NVIDIA GPUs, for causal and same_document. Its memory grows
+    linearly with L. splash      JAX's Pallas kernel for TPUs, for the conditions and soft-caps of
+    shardwright/modeling/masks.py
                 (shardwright/modeling/splash.py).
     auto        one of these, by `choose`.
 
-All are per-device code under `typed_shard_map`: each device has the keys of whole sequences, and some of the heads. If
-positions are sharded over c, shardwright/modeling/context.py decides which queries and keys a device has; its ring is
-an implementation of its own.
+All are per-device code under `typed_shard_map`: each device has the keys of whole sequences, and
+some of the heads. If positions are sharded over c, shardwright/modeling/context.py decides which
+queries and keys a device has; its ring is an implementation of its own.
 """
 
 import dataclasses
@@ -38,10 +43,11 @@ PATHS = ("auto", "einsum", "blockwise", "cudnn", "triton", "splash")
 KERNELS = {"cudnn": "gpu", "triton": "gpu", "splash": "tpu"}
 """The platform of each implementation that is a kernel for one platform."""
 MASKED_UP_TO = 4096 if jax.__version_info__ >= (0, 12) else 0
-"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask: the longest that was measured. Before jax
-0.12 it also computes a gradient of the mask, so it is never chosen."""
+"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask: the longest that was
+measured. Before jax 0.12 it also computes a gradient of the mask, so it is never chosen."""
 MULTIPLE, BLOCK_OF_TRITON = 128, 64
-"""Positions in triton's blocks of queries in the forward pass, which must divide sequences, and in other blocks."""
+"""Positions in triton's blocks of queries in the forward pass, which must divide sequences, and in
+other blocks."""
 
 
 def choose(
@@ -61,7 +67,8 @@ def choose(
         q: queries [B, L, K, Q, D], or their shape and dtype.
         dropout: True if attention weights have dropout.
         sinks: True if the softmax has sinks.
-        keys: number of keys if it differs from that of queries: keys of a whole sequence, for part of the queries.
+        keys: number of keys if it differs from that of queries: keys of a whole sequence, for part
+            of the queries.
         values: entries of a value if they may be more than those of a query.
 
     Raises:
@@ -73,12 +80,16 @@ def choose(
     if path != "auto":
         if refusals[path]:
             raise ValueError(
-                f"training.attention is {path}, which cannot do this: {refusals[path]}. Choose auto, which picks one "
-                "that can, or einsum, which can do everything."
+                f"training.attention is {path}, which cannot do this: {refusals[path]}. Choose "
+                f"auto, which picks one that can, or einsum, which can do everything."
             )
         return path
     masked = _masked(pattern)
-    kernels = ["splash", *(["triton"] if masked else []), *(["cudnn"] if not masked or length <= MASKED_UP_TO else [])]
+    kernels = [
+        "splash",
+        *(["triton"] if masked else []),
+        *(["cudnn"] if not masked or length <= MASKED_UP_TO else []),
+    ]
     if kernel := next((kernel for kernel in kernels if not refusals[kernel]), None):
         return kernel
     in_one_block = length <= BLOCKS.get(device.platform, BLOCK)
@@ -86,14 +97,26 @@ def choose(
 
 
 def _refusals(
-    pattern: AttentionMask, q: jax.Array, dropout: bool, sinks: bool, device: Device, length: int, d_head: int
+    pattern: AttentionMask,
+    q: jax.Array,
+    dropout: bool,
+    sinks: bool,
+    device: Device,
+    length: int,
+    d_head: int,
 ) -> dict[str, str | None]:
-    """Why each implementation cannot compute this; None if it can. For cuDNN see jax.nn.dot_product_attention."""
+    """Why each implementation cannot compute this; None if it can.
+
+    For cuDNN see jax.nn.dot_product_attention.
+    """
     dtype = jnp.dtype(q.dtype)
-    # From Hopper on, cuDNN takes larger heads. Abstract devices do not say what they are, so JAX assumes older ones.
+    # From Hopper on, cuDNN takes larger heads. Abstract devices do not say what they are, so JAX
+    # assumes older ones.
     capability = float(getattr(device, "compute_capability", 8))
     largest = 256 if capability >= 9 else 128
-    is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA") and capability >= 8
+    is_nvidia = (
+        device.platform == "gpu" and device.device_kind.startswith("NVIDIA") and capability >= 8
+    )
     not_nvidia = (not is_nvidia, f"{device.device_kind} is not an NVIDIA GPU from Ampere on")
     windows = [f for f in pattern.mask_mod if isinstance(f, Window)]
     is_known = all(f in (causal, same_document, *windows) for f in pattern.mask_mod)
@@ -101,7 +124,10 @@ def _refusals(
     of_kernels = [
         no_dropout,
         # Their masks compare indices that count queries and keys from 0.
-        (length != q.shape[1], f"{q.shape[1]} queries of {length} positions; it needs queries of all positions"),
+        (
+            length != q.shape[1],
+            f"{q.shape[1]} queries of {length} positions; it needs queries of all positions",
+        ),
         (dtype != jnp.bfloat16, f"it takes bf16, not {dtype.name}"),
     ]
     reasons = {
@@ -111,7 +137,10 @@ def _refusals(
             not_nvidia,
             *of_kernels,
             (pattern.score_mod or sinks, "it changes no scores, and has no sinks"),
-            (d_head % 8 or d_head > largest, f"heads of {d_head} entries; it takes multiples of 8 up to {largest}"),
+            (
+                d_head % 8 or d_head > largest,
+                f"heads of {d_head} entries; it takes multiples of 8 up to {largest}",
+            ),
             (length % 2, f"an odd number of tokens, {length}"),
         ],
         "triton": [
@@ -134,10 +163,15 @@ def _refusals(
             (length % LANES, f"{length} tokens; it takes multiples of {LANES}"),
         ],
     }
-    return {path: next((why for refuses, why in of_path if refuses), None) for path, of_path in reasons.items()}
+    return {
+        path: next((why for refuses, why in of_path if refuses), None)
+        for path, of_path in reasons.items()
+    }
 
 
-def run(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, block: int | None) -> jax.Array:
+def run(
+    path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, block: int | None
+) -> jax.Array:
     """Runs attention by an implementation other than einsum. Arguments as for `blockwise`."""
     if path in KERNELS and q.shape[-1] != v.shape[-1]:
         return _with_zeros(path, q, k, v, mask)
@@ -151,22 +185,31 @@ def run(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, block: 
 
 
 def _with_zeros(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
-    """Runs a kernel, whose queries, keys and values have as many entries, on those that do not: zeros fill them up."""
+    """Runs a kernel, whose queries, keys and values have as many entries, on those that do not:
+    zeros fill them up.
+    """
     width = max(q.shape[-1], v.shape[-1])
 
     def filled(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, width - x.shape[-1])])
 
     pattern = dataclasses.replace(mask.pattern, scale=mask.pattern.scale_of(q.shape[-1]))
-    out = run(path, filled(q), filled(k), filled(v), dataclasses.replace(mask, pattern=pattern), None)
+    out = run(
+        path, filled(q), filled(k), filled(v), dataclasses.replace(mask, pattern=pattern), None
+    )
     return out[..., : v.shape[-1]]
 
 
 @typed
-def cudnn(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"], mask: Mask) -> act["B/b L K/t Q D"]:
-    """softmax_attention by cuDNN's kernel, without dropout. It skips blocks that causal and Window exclude.
+def cudnn(
+    q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"], mask: Mask
+) -> act["B/b L K/t Q D"]:
+    """softmax_attention by cuDNN's kernel, without dropout.
 
-    JAX's public function takes other conditions only as a mask [B, 1, L, L], the same for all heads.
+    It skips blocks that causal and Window exclude.
+
+    JAX's public function takes other conditions only as a mask [B, 1, L, L], the same for all
+    heads.
     """
     pattern = mask.pattern
     windows = [condition.size for condition in pattern.mask_mod if isinstance(condition, Window)]
@@ -184,19 +227,32 @@ def cudnn(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"],
 
 
 @typed
-def triton(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"], mask: Mask) -> act["B/b L K/t Q D"]:
-    """softmax_attention by JAX's Pallas kernel for GPUs, without dropout. It always sums in the same order."""
+def triton(
+    q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"], mask: Mask
+) -> act["B/b L K/t Q D"]:
+    """softmax_attention by JAX's Pallas kernel for GPUs, without dropout.
+
+    It always sums in the same order.
+    """
     pattern = mask.pattern
 
     def attend(q, k, v, document):
         # The kernel needs as many heads of keys as of queries.
-        return by_kernel(kernel, False, q, *(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v)), document)
+        return by_kernel(
+            kernel,
+            False,
+            q,
+            *(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v)),
+            document,
+        )
 
     def kernel(q, k, v, document):
         # A heavy import, for GPUs alone.
         from jax.experimental.pallas.ops.gpu import attention as kernels
 
-        blocks = dict.fromkeys(("block_k", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), BLOCK_OF_TRITON)
+        blocks = dict.fromkeys(
+            ("block_k", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), BLOCK_OF_TRITON
+        )
         return kernels.mha(
             *(q, k, v, document if same_document in pattern.mask_mod else None),
             sm_scale=pattern.scale_of(q.shape[-1]),
@@ -206,13 +262,16 @@ def triton(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"]
         )
 
     heads = shardops.rearrange("B/b L K/t Q D -> B/b L (K/t Q) D", q)
-    # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
+    # JAX requires each gradient to vary over the axes of its value. So here all values vary over
+    # the same axes.
     out = attend(*alike(heads, k, v, mask.queries.document))
     return shardops.rearrange("B/b L (K/t Q) D -> B/b L K/t Q D", out, Q=q.shape[3])
 
 
 def _masked(pattern: AttentionMask) -> tuple:
-    """Conditions that become a mask for cuDNN, which only knows a window if attention is also causal."""
+    """Conditions that become a mask for cuDNN, which only knows a window if attention is also
+    causal.
+    """
 
     def known(condition):
         return condition is causal or (isinstance(condition, Window) and causal in pattern.mask_mod)

@@ -1,8 +1,10 @@
-"""Attention in blocks of queries and keys, for any AttentionMask, with memory that grows linearly with L.
+"""Attention in blocks of queries and keys, for any AttentionMask, with memory that grows linearly
+with L.
 
-Online softmax (arXiv 2205.14135), with the loops in the order of arXiv 2307.08691, algorithms 1 and 2. Per-device code
-under `typed_shard_map`: each device has some of the queries, all keys that they may attend to, and some of the heads.
-In a ring over c (shardwright/modeling/context.py) keys arrive in turns, from one device after the other.
+Online softmax (arXiv 2205.14135), with the loops in the order of arXiv 2307.08691, algorithms 1 and
+2. Per-device code under `typed_shard_map`: each device has some of the queries, all keys that they
+may attend to, and some of the heads. In a ring over c (shardwright/modeling/context.py) keys arrive
+in turns, from one device after the other.
 """
 
 import functools
@@ -48,7 +50,9 @@ class _Task(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Blocks of keys and values [blocks, B, K, s, D], and the positions of each key [blocks, B, s]."""
+    """Blocks of keys and values [blocks, B, K, s, D], and the positions of each key [blocks, B,
+    s].
+    """
 
     k: jax.Array
     v: jax.Array
@@ -63,10 +67,11 @@ def blockwise(
     mask: Mask,
     block: int | None = None,
 ) -> act["B/b L K/t Q D_v"]:
-    """softmax_attention in blocks of at most `block` positions (None: by platform), without dropout.
+    """softmax_attention in blocks of at most `block` positions (None: by platform), without
+    dropout.
 
-    Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first to the last block of
-    keys that any of them attends to, in any sequence.
+    Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first to
+    the last block of keys that any of them attends to, in any sequence.
     """
     return in_blocks(mask.pattern, False, block, *in_one_state(q, k, v, mask))
 
@@ -78,17 +83,42 @@ def in_one_state(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Any:
     """
     positions = mask.queries, mask.keys
     of_queries, of_keys = (
-        Positions(*(jnp.broadcast_to(p, x.shape[:2]) for p in of)) for of, x in zip(positions, (q, k), strict=True)
+        Positions(*(jnp.broadcast_to(p, x.shape[:2]) for p in of))
+        for of, x in zip(positions, (q, k), strict=True)
     )
-    axes = {axis for x in jax.tree.leaves((q, k, v, positions)) for axis in jax.typeof(x).manual_axis_type.varying}
-    given = q, k, v, of_queries, of_keys, mask.sinks, mask.learned, mask.global_head_ids(*q.shape[2:4])
+    axes = {
+        axis
+        for x in jax.tree.leaves((q, k, v, positions))
+        for axis in jax.typeof(x).manual_axis_type.varying
+    }
+    given = (
+        q,
+        k,
+        v,
+        of_queries,
+        of_keys,
+        mask.sinks,
+        mask.learned,
+        mask.global_head_ids(*q.shape[2:4]),
+    )
     return varying(given, axes | set(stage_axes()))
 
 
 def in_blocks(
-    pattern: AttentionMask, ring: bool, block: int | None, q, k, v, q_positions, k_positions, sinks, learned, heads
+    pattern: AttentionMask,
+    ring: bool,
+    block: int | None,
+    q,
+    k,
+    v,
+    q_positions,
+    k_positions,
+    sinks,
+    learned,
+    heads,
 ) -> jax.Array:
-    """Attends from this device's queries to its keys, and in a ring also to those of the other devices of c.
+    """Attends from this device's queries to its keys, and in a ring also to those of the other
+    devices of c.
 
     In a ring, queries and keys are in zigzag order, and have the same positions, which are not.
     """
@@ -104,15 +134,16 @@ def in_blocks(
     keys = _padded(k, of_keys), _padded(v, of_keys), pad_positions(k_positions, of_keys)
     task = _Task(blocks, of_keys, k.shape[1], pattern, ring, PIPELINE_AXIS in stage_axes())
     attend: Any = _attend  # custom_vjp hides its type
-    return attend(task, _padded(q, blocks), *keys, sinks, learned, pad_positions(q_positions, blocks), heads)[
-        :, : q.shape[1]
-    ]
+    return attend(
+        task, _padded(q, blocks), *keys, sinks, learned, pad_positions(q_positions, blocks), heads
+    )[:, : q.shape[1]]
 
 
 def _padded(x: jax.Array, blocks: int) -> jax.Array:
     """Pads `x` with its last position to a multiple of `blocks`.
 
-    A padded query sees what the last one sees, so no softmax is empty. Padded keys are not seen: see `_sees`.
+    A padded query sees what the last one sees, so no softmax is empty. Padded keys are not seen:
+    see `_sees`.
     """
     last = jnp.broadcast_to(x[:, -1:], (len(x), -x.shape[1] % blocks, *x.shape[2:]))
     return jnp.concatenate([x, last], axis=1) if last.shape[1] else x
@@ -125,7 +156,8 @@ def _attend(task, *args) -> jax.Array:
 
 def _attend_forward(task, *args):
     out, log_normalizer = _forward(task, *args)
-    # Mark both: the backward pass needs them, and a checkpointed layer would otherwise recompute them.
+    # Mark both: the backward pass needs them, and a checkpointed layer would otherwise recompute
+    # them.
     out, log_normalizer = save_for_backward(out), save_for_backward(log_normalizer)
     return out, (*args, out, log_normalizer)
 
@@ -135,29 +167,40 @@ _join = functools.partial(einops.rearrange, pattern="blocks B K ... l D -> B (bl
 
 
 def _cut_positions(positions: Positions, blocks: int) -> Positions:
-    return Positions(*(einops.rearrange(x, "B (blocks l) -> blocks B l", blocks=blocks) for x in positions))
+    return Positions(
+        *(einops.rearrange(x, "B (blocks l) -> blocks B l", blocks=blocks) for x in positions)
+    )
 
 
 def _cut_keys(task: _Task, k: jax.Array, v: jax.Array, positions: Positions) -> _Keys:
-    return _Keys(_cut(k, blocks=task.of_keys), _cut(v, blocks=task.of_keys), _cut_positions(positions, task.of_keys))
+    return _Keys(
+        _cut(k, blocks=task.of_keys),
+        _cut(v, blocks=task.of_keys),
+        _cut_positions(positions, task.of_keys),
+    )
 
 
 def _sees(task: _Task, q: Positions, k: Positions, j: Any) -> jax.Array:
-    """True where a query attends to a key, without padding; `j` are the indices of the blocks of keys."""
+    """True where a query attends to a key, without padding; `j` are the indices of the blocks of
+    keys.
+    """
     size = k.index.shape[-1]
     is_key = (j * size + jnp.arange(size)) < task.keys
     return task.pattern.sees(q.as_queries(), k.as_keys()) & is_key
 
 
 def _seen_blocks(task: _Task, q: Positions, positions: Positions) -> tuple[jax.Array, jax.Array]:
-    """First block of keys that any query of a block attends to, in any sequence, and the last + 1; (0, 0) if none."""
+    """First block of keys that any query of a block attends to, in any sequence, and the last + 1;
+    (0, 0) if none.
+    """
     seen = jax.vmap(lambda k, j: jnp.any(_sees(task, q, k, j)))(positions, jnp.arange(task.of_keys))
     end = jnp.max(jnp.arange(1, task.of_keys + 1) * seen)
     return jnp.argmax(seen).astype(jnp.int32), end.astype(jnp.int32)
 
 
 def _scores(task: _Task, q, keys: _Keys, j, q_positions, heads, learned):
-    """Scores [B, K, Q, l, s] of a block of queries and block j of keys, -inf where a query does not attend to a key.
+    """Scores [B, K, Q, l, s] of a block of queries and block j of keys, -inf where a query does not
+    attend to a key.
 
     Also returns the function from their gradients to those of the products and of `learned`.
     """
@@ -176,10 +219,12 @@ def _scores(task: _Task, q, keys: _Keys, j, q_positions, heads, learned):
 def _in_turns(
     task: _Task, keys: _Keys, carry: object, step: Callable[..., Any], gradients: tuple = ()
 ) -> tuple[Any, Any]:
-    """Runs step(keys, carry, gradients, is_last) with the keys of each device of the ring; returns carry and gradients.
+    """Runs step(keys, carry, gradients, is_last) with the keys of each device of the ring; returns
+    carry and gradients.
 
-    The gradients of keys travel with them, and come back to the device that owns the keys. Both travel while a turn
-    computes: the turn begins with gradients of 0, to which it then adds those that arrived.
+    The gradients of keys travel with them, and come back to the device that owns the keys. Both
+    travel while a turn computes: the turn begins with gradients of 0, to which it then adds those
+    that arrived.
     """
     if not task.ring:
         return step(keys, carry, gradients, is_last=True)
@@ -209,20 +254,27 @@ def _in_turns(
     return carry, onward(gradients)
 
 
-def _forward(task: _Task, q, k, v, k_positions, sinks, learned, q_positions, heads) -> tuple[jax.Array, jax.Array]:
+def _forward(
+    task: _Task, q, k, v, k_positions, sinks, learned, q_positions, heads
+) -> tuple[jax.Array, jax.Array]:
     """Result [B, L, K, Q, D], and log of the softmax's normalizer [blocks, B, K, Q, L / blocks]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     queries = _cut(q, blocks=task.blocks)
     positions = _cut_positions(q_positions, task.blocks)
 
     def begin(q):
-        # Finite: a query that sees no key of a block has scores of -inf there, which must become weights of 0, not NaN.
+        # Finite: a query that sees no key of a block has scores of -inf there, which must become
+        # weights of 0, not NaN.
         peak = jnp.full_like(q[..., 0], jnp.finfo(wide).min, wide)
         total = jnp.zeros_like(peak)
         if sinks is not None:
             peak = peak * 0 + sinks[..., None].astype(wide)
             total = total + 1
-        return jnp.broadcast_to(jnp.zeros_like(total)[..., None], (*total.shape, v.shape[-1])), peak, total
+        return (
+            jnp.broadcast_to(jnp.zeros_like(total)[..., None], (*total.shape, v.shape[-1])),
+            peak,
+            total,
+        )
 
     def step(keys: _Keys, carry, gradients, is_last):
         def of_queries(of_block):
@@ -234,12 +286,27 @@ def _forward(task: _Task, q, k, v, k_positions, sinks, learned, q_positions, hea
                 new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
                 weights = jnp.exp(scores - new_peak[..., None])
                 scale = jnp.exp(peak - new_peak)
-                more = jnp.einsum("bkqls,bksd->bkqld", weights.astype(v.dtype), keys.v[j], preferred_element_type=wide)
-                return out * scale[..., None] + more, new_peak, total * scale + jnp.sum(weights, axis=-1)
+                more = jnp.einsum(
+                    "bkqls,bksd->bkqld",
+                    weights.astype(v.dtype),
+                    keys.v[j],
+                    preferred_element_type=wide,
+                )
+                return (
+                    out * scale[..., None] + more,
+                    new_peak,
+                    total * scale + jnp.sum(weights, axis=-1),
+                )
 
             carry = begin(q) if carry is None else carry
-            out, peak, total = lax.fori_loop(*_seen_blocks(task, q_positions, keys.positions), of_keys, carry)
-            return ((out / total[..., None]).astype(q.dtype), peak + jnp.log(total)) if is_last else (out, peak, total)
+            out, peak, total = lax.fori_loop(
+                *_seen_blocks(task, q_positions, keys.positions), of_keys, carry
+            )
+            return (
+                ((out / total[..., None]).astype(q.dtype), peak + jnp.log(total))
+                if is_last
+                else (out, peak, total)
+            )
 
         return lax.map(of_queries, (queries, positions, carry)), gradients
 
@@ -261,7 +328,8 @@ def _attend_backward(task: _Task, saved, g):
     def step(keys: _Keys, carry, gradients, is_last):
         def of_queries(carry, of_block):
             (q, q_positions, out, log_normalizer, g), dq = of_block
-            # Σ_s weights·(g·v), which the softmax's normalization subtracts from the gradient of each score.
+            # Σ_s weights·(g·v), which the softmax's normalization subtracts from the gradient of
+            # each score.
             mean = jnp.sum(g.astype(wide) * out.astype(wide), axis=-1)
 
             def of_keys(j, carry):

@@ -4,12 +4,13 @@
 
     gather      each device gathers all keys and values for its own queries
         ulysses     an all_to_all gives each device all positions of some heads (arXiv 2309.14509)
-        ring        keys and values pass around the devices of c; positions are in zigzag order, so that under a causal
+        ring        keys and values pass around the devices of c; positions are in zigzag order, so
+        that under a causal
                     mask all devices have the same work (arXiv 2310.01889, 2311.09431)
 
-All are per-device code. A strategy takes `local_attention`, the attention of one device, and calls it on each device of
-c with the queries and keys that the device then has. The ring computes by itself, like blockwise. docs/parallelism.md
-compares them.
+All are per-device code. A strategy takes `local_attention`, the attention of one device, and calls
+it on each device of c with the queries and keys that the device then has. The ring computes by
+itself, like blockwise. docs/parallelism.md compares them.
 """
 
 import dataclasses
@@ -34,16 +35,22 @@ from shardwright.modeling.planned_attention import planned_kernel
 
 
 def vary_over_c(weights: object) -> Any:
-    """Sinks or learned weights, used on each device of c independently: their gradient is a partial sum over c."""
+    """Sinks or learned weights, used on each device of c independently: their gradient is a partial
+    sum over c.
+    """
     arrays = jax.tree.map(lambda x: unwrap(x) if is_opaque(x) else x, weights, is_leaf=is_opaque)
     return varying(arrays, {"c"} & {*mesh_axes()})
 
 
-def gather(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
+def gather(
+    local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
+) -> jax.Array:
     """Gathers the keys and values of all positions for each device's own queries."""
     k, v, keys = gathered(k, v, mask.keys)
     with vary_over("c"):
-        mask = dataclasses.replace(mask, keys=keys, learned=vary_over_c(mask.learned), sinks=vary_over_c(mask.sinks))
+        mask = dataclasses.replace(
+            mask, keys=keys, learned=vary_over_c(mask.learned), sinks=vary_over_c(mask.sinks)
+        )
         return local_attention(q, k, v, mask)
 
 
@@ -65,15 +72,20 @@ def ulysses(
     v: act["B/b L/c N/t D_v"],
     mask: Any,  # whose sinks have dims of their own names
 ) -> act["B/b L/c N/t P D_v"]:
-    """Gives each device of c all positions for its share of the heads: kv heads, or parts of each head's queries."""
+    """Gives each device of c all positions for its share of the heads: kv heads, or parts of each
+    head's queries.
+    """
     g, r = shares(q.shape[2] * shardops.axis_size("t"))
     q = shardops.rearrange("B/b L/c (K/t G) (R Q) D -> B/b L/c K/t (G R) Q D", q, G=g, R=r)
     q = shardops.all_to_all("B/b L/c K/t H Q D -> B/b L K/t H/c Q D", q)
 
     def of_heads(x, width):
-        # If there are fewer kv heads than devices, several devices hold copies of one, whose gradients are summed.
+        # If there are fewer kv heads than devices, several devices hold copies of one, whose
+        # gradients are summed.
         x = shardops.rearrange(f"B/b L/c (K/t G) {width} -> B/b L/c K/t G {width}", x, G=g)
-        return shardops.all_to_all(f"B/b L/c K/t H {width} -> B/b L K/t H/c {width}", jnp.repeat(x, r, axis=3))
+        return shardops.all_to_all(
+            f"B/b L/c K/t H {width} -> B/b L K/t H/c {width}", jnp.repeat(x, r, axis=3)
+        )
 
     def attend(q, k, v, positions, sinks):
         b, l, kv, h, n = q.shape[:5]
@@ -84,7 +96,9 @@ def ulysses(
             sinks = lax.dynamic_slice_in_dim(sinks.reshape(b, kv, g * r, n), of_c[0], h, axis=2)
             sinks = sinks.reshape(b, kv * h, n)
         merged = (x.reshape(b, l, kv * h, *x.shape[4:]) for x in (q, k, v))
-        here = Mask(mask.pattern, positions, positions, mask.learned, sinks, heads=heads.astype(jnp.int32))
+        here = Mask(
+            mask.pattern, positions, positions, mask.learned, sinks, heads=heads.astype(jnp.int32)
+        )
         with vary_over("c"):
             return local_attention(*merged, here).reshape(*q.shape[:-1], v.shape[-1])
 
@@ -97,7 +111,9 @@ def ulysses(
 
 
 def shares(kv_heads: int) -> tuple[int, int]:
-    """How c divides heads: each device of t splits its kv heads into G parts, each head's queries into R; G·R = c."""
+    """How c divides heads: each device of t splits its kv heads into G parts, each head's queries
+    into R; G·R = c.
+    """
     devices = planned_devices("c")
     parts = math.gcd(kv_heads // planned_devices("t"), devices)
     return parts, devices // parts
@@ -117,7 +133,9 @@ def ring(
     k = shardops.zigzag("B/b L/c K/t D -> B/b Z/c K/t D", k)
     v = shardops.zigzag("B/b L/c K/t D_v -> B/b Z/c K/t D_v", v)
     positions = Positions(*(jnp.broadcast_to(x, q.shape[:2]) for x in mask.keys))
-    mask = Mask(mask.pattern, positions, positions, vary_over_c(mask.learned), vary_over_c(mask.sinks))
+    mask = Mask(
+        mask.pattern, positions, positions, vary_over_c(mask.learned), vary_over_c(mask.sinks)
+    )
     if planned().kernels_as_calls:
         out = _planned_ring(mask.pattern, q, k, v)
     else:
@@ -141,7 +159,9 @@ STRATEGIES: dict[str, Callable] = {"gather": gather, "ring": ring, "ulysses": ul
 
 
 def way_of(training: Any) -> str:
-    """Name of the strategy of a run on the current mesh: `whole` if each device has whole sequences."""
+    """Name of the strategy of a run on the current mesh: `whole` if each device has whole
+    sequences.
+    """
     return training.context if "c" in mesh_axes() else "whole"
 
 
@@ -158,25 +178,45 @@ def strategy(training: Any, q: Any, learned: tuple, dropout: bool) -> Callable |
     reasons = {
         "gather": [],
         "ulysses": [
-            (learned, "the score_mod of an AttentionMask has learned weights, whose heads it does not know"),
-            (q.shape[3] % parts, f"{q.shape[3]} query heads of a kv head do not divide among {parts} devices"),
+            (
+                learned,
+                "the score_mod of an AttentionMask has learned weights, whose heads it does not "
+                "know",
+            ),
+            (
+                q.shape[3] % parts,
+                f"{q.shape[3]} query heads of a kv head do not divide among {parts} devices",
+            ),
         ],
         "ring": [
-            (path not in ("auto", "blockwise"), f"it computes in blocks, and training.attention is {path}"),
+            (
+                path not in ("auto", "blockwise"),
+                f"it computes in blocks, and training.attention is {path}",
+            ),
             (q.shape[1] % 2, f"a device of c has {q.shape[1]} positions, not two equal chunks"),
         ],
     }
-    of_all = [(dropout, "attention weights have dropout, whose random numbers would depend on the mesh")]
+    of_all = [
+        (dropout, "attention weights have dropout, whose random numbers would depend on the mesh")
+    ]
     if why := next((why for refuses, why in [*of_all, *reasons[how]] if refuses), None):
-        remedy = "set mesh.c=1, or the model's dropout to 0" if dropout else "choose gather, or set mesh.c=1"
-        raise ValueError(f"training.context is {how}, which cannot do this: {why}. To continue, {remedy}.")
+        remedy = (
+            "set mesh.c=1, or the model's dropout to 0"
+            if dropout
+            else "choose gather, or set mesh.c=1"
+        )
+        raise ValueError(
+            f"training.context is {how}, which cannot do this: {why}. To continue, {remedy}."
+        )
     if how == "ring":
         return functools.partial(ring, block=training.attention_block)
     return STRATEGIES[how]
 
 
 def on_device(how: str, q: Any) -> tuple[Any, int]:
-    """Shape and dtype of the queries for which a device computes attention, and its number of keys."""
+    """Shape and dtype of the queries for which a device computes attention, and its number of
+    keys.
+    """
     b, length, kv, queries, d = q.shape
     keys = length * (1 if how == "whole" else shardops.axis_size("c"))
     if how == "ulysses":

@@ -35,12 +35,14 @@ class Forward:
 
     Attributes:
         model: the model.
-        training: the settings of that section, of which attention, save, unroll and others matter here.
+        training: the settings of that section, of which attention, save, unroll and others matter
+            here.
         einsum: softmax_attention of train.py.
         in_training: True in a training step, False in evaluation and sampling.
         target_count: as in Tokens, for the losses of layers.
         loss: (logits, Targets) -> the loss of each target; None where none is computed.
-        count: what the sum of these losses is divided by: in training the number of targets in the whole batch.
+        count: what the sum of these losses is divided by: in training the number of targets in the
+            whole batch.
     """
 
     model: LanguageModel
@@ -52,21 +54,28 @@ class Forward:
     count: Any = 1.0
 
     def tokens(self, batch: Any, seeds: jax.Array | None = None) -> Tokens:
-        """Tokens that the model reads to predict a TokenBatch. `seeds`: a random number for each sequence, or None."""
+        """Tokens that the model reads to predict a TokenBatch.
+
+        `seeds`: a random number for each sequence, or None.
+        """
         mask = self.training.document_mask
         bos_id = self.model.config.bos_id
         tokens = Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
         counted = None
         if self.target_count is not None:
             counted = shardops.shard("B/b L -> B/b L/c", batch.loss_mask)
-        return dataclasses.replace(tokens, training=self.in_training, counted=counted, target_count=self.target_count)
+        return dataclasses.replace(
+            tokens, training=self.in_training, counted=counted, target_count=self.target_count
+        )
 
     def attention(self, tokens: Tokens) -> Attention:
         """Attention within `tokens`, by training.attention and training.context."""
         return Attention(self.einsum, self.training, tokens)
 
     def embed(self, w: Any, tokens: Tokens) -> Any:
-        """The residual stream before `layers`: after the model's embed, and the stacks before `layers`."""
+        """The residual stream before `layers`: after the model's embed, and the stacks before
+        `layers`.
+        """
         return self._embed(w, tokens, None)[0]
 
     def _embed(self, w: Any, tokens: Tokens, attention: Any) -> tuple[Any, list[Any]]:
@@ -117,7 +126,9 @@ class Forward:
         attention = attention or self.attention(tokens)
         count = len(jax.tree.leaves(w)[0])
         rows = slice(before, before + count)
-        caches = jax.tree.map(lambda cache: cache if rows == slice(0, len(cache)) else cache[rows], attention.cache)
+        caches = jax.tree.map(
+            lambda cache: cache if rows == slice(0, len(cache)) else cache[rows], attention.cache
+        )
         prepared = tokens.prepared(self.model)
         if layer_ids is None and PIPELINE_AXIS in stage_axes():
             raise ShardError(
@@ -137,25 +148,33 @@ class Forward:
         periods = count // period
         unroll = self.training.unroll
         at_once = periods if unroll is None else min(max(1, unroll // period), periods)
-        # XLA must not replace a recomputed value by the one from the forward pass. It cannot if both passes are loops,
-        # and prevent_cse would then only delay each layer's gathers until the gradient arrives.
-        prevent_cse = at_once == periods or periods % at_once != 0  # no loop, or layers left after it
+        # XLA must not replace a recomputed value by the one from the forward pass. It cannot if
+        # both passes are loops, and prevent_cse would then only delay each layer's gathers until
+        # the gradient arrives. no loop, or layers left after it
+        prevent_cse = at_once == periods or periods % at_once != 0
         save = {"save": self.training.save, "prevent_cse": prevent_cse}
-        layer_at = [explicit_activation_checkpointing(functools.partial(layer, i), **save) for i in range(period)]
+        layer_at = [
+            explicit_activation_checkpointing(functools.partial(layer, i), **save)
+            for i in range(period)
+        ]
         stack = w, jnp.arange(count) if layer_ids is None else layer_ids, caches
         if period == 1:
             x, results = lax.scan(layer_at[0], x, stack, unroll=at_once)
             return x, *results
 
         in_periods = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack)
-        x, results = lax.scan(functools.partial(run_period, layer_at), x, in_periods, unroll=at_once)
+        x, results = lax.scan(
+            functools.partial(run_period, layer_at), x, in_periods, unroll=at_once
+        )
         return x, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
     def hidden(self, w: Any, tokens: Tokens, attention: Any = None) -> tuple[Any, Any]:
         """The output of the last layer, and the layers' caches."""
         x, before = self._embed(w, tokens, attention)
         x, caches, _ = self.layers(w.layers, x, tokens, attention=attention)
-        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *before, caches) if before else caches
+        return x, jax.tree.map(
+            lambda *parts: jnp.concatenate(parts), *before, caches
+        ) if before else caches
 
     def logits(self, w: Any, tokens: Tokens) -> Any:
         """Logits of the token after each position, act['B/b L/c V/t/p']."""
@@ -164,20 +183,25 @@ class Forward:
     def losses(self, w: Any, x: Any, targets: Targets) -> Any:
         """The loss of each target, f32['B/b L/c'], from the output `x` of the last layer.
 
-        Of the loss itself, the backward pass gets what training.save says, and computes the rest again.
+        Of the loss itself, the backward pass gets what training.save says, and computes the rest
+        again.
         """
         loss = explicit_activation_checkpointing(self.loss, save=self.training.save)
         return loss(checked_logits(self.model, w, x), targets)
 
     @property
     def gathers_ahead(self) -> bool:
-        """True if weights are gathered once per step, by training.gather_weights; False: where a layer says so.
+        """True if weights are gathered once per step, by training.gather_weights; False: where a
+        layer says so.
 
-        `auto` does so where nothing has to be gathered, which saves casting each weight again in the backward pass.
+        `auto` does so where nothing has to be gathered, which saves casting each weight again in
+        the backward pass.
         """
         return gathers_ahead(self.training.gather_weights)
 
     def gatherable(self, w: Any) -> Any:
-        """Wraps weights for the all_gather of embed, layers and logits, or gathers all of them now."""
+        """Wraps weights for the all_gather of embed, layers and logits, or gathers all of them
+        now.
+        """
         w = at_rest(w, self.training.reduce_dtype)
         return gather_ahead(w) if self.gathers_ahead else w

@@ -1,12 +1,14 @@
 """Matmuls with weights in FP8, for accelerators that multiply it faster: NVIDIA's from Hopper on.
 
-With `training.fp8`, the operands of a layer's weight matmuls are rounded to eight bits: activations and weights to
-e4m3, gradients to e5m2, which has the wider range (arXiv 2209.05433). Before rounding, each operand is divided by its
-own scale, which maps its largest magnitude in this step to the largest number of the format. Sums are as wide as
-without FP8. Each device scales its own blocks, so nothing is communicated, but the rounding depends on the mesh.
+With `training.fp8`, the operands of a layer's weight matmuls are rounded to eight bits: activations
+and weights to e4m3, gradients to e5m2, which has the wider range (arXiv 2209.05433). Before
+rounding, each operand is divided by its own scale, which maps its largest magnitude in this step to
+the largest number of the format. Sums are as wide as without FP8. Each device scales its own
+blocks, so nothing is communicated, but the rounding depends on the mesh.
 
-The program multiplies the rounded values in the compute dtype. On a Hopper GPU, XLA fuses casts, scales and matmul into
-cuBLASLt's FP8 matmul. Elsewhere the result is the same, but slower than without FP8.
+The program multiplies the rounded values in the compute dtype. On a Hopper GPU, XLA fuses casts,
+scales and matmul into cuBLASLt's FP8 matmul. Elsewhere the result is the same, but slower than
+without FP8.
 """
 
 import functools
@@ -31,7 +33,8 @@ def quantize(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
 
 def scale_of(peak: jax.Array, dtype) -> jax.Array:
     """Scale, in f32, that maps `peak` to the largest number of `dtype`."""
-    # Rounding to bf16 in _dequantize may make it smaller, but so little that the peak still rounds to the largest.
+    # Rounding to bf16 in _dequantize may make it smaller, but so little that the peak still rounds
+    # to the largest.
     scale = peak.astype(jnp.float32) / jnp.finfo(dtype).max.astype(jnp.float32)
     return jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)  # for an x of zeros
 
@@ -43,7 +46,9 @@ def _dequantize(x: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """jnp.einsum(formula, x, y) of the rounded operands. Gradients multiply these by the rounded gradient.
+    """jnp.einsum(formula, x, y) of the rounded operands.
+
+    Gradients multiply these by the rounded gradient.
 
     Each dim of an operand must be in the other operand or in the result.
     """
@@ -60,7 +65,9 @@ def _backward(formula, operands, g):
     g = _dequantize(quantize(g, GRADIENTS))
     operand_dims, result = formula.split("->")
     x_dims, y_dims = operand_dims.split(",")
-    return jnp.einsum(f"{result},{y_dims}->{x_dims}", g, y), jnp.einsum(f"{x_dims},{result}->{y_dims}", x, g)
+    return jnp.einsum(f"{result},{y_dims}->{x_dims}", g, y), jnp.einsum(
+        f"{x_dims},{result}->{y_dims}", x, g
+    )
 
 
 product.defvjp(_forward, _backward)

@@ -1,4 +1,6 @@
-"""Sums the loss in chunks of positions, so that only the logits of one chunk are in memory at a time."""
+"""Sums the loss in chunks of positions, so that only the logits of one chunk are in memory at a
+time.
+"""
 
 import dataclasses
 import functools
@@ -28,17 +30,21 @@ def sum_in_chunks(
     x: Any,
     targets: Targets,
 ) -> Any:
-    """summed(w, x, targets), for training.loss_chunk positions of L at a time (None: all). Per-device code.
+    """summed(w, x, targets), for training.loss_chunk positions of L at a time (None: all).
 
-    A gradient, if needed, is computed along with the sum, chunk by chunk, and kept instead of the logits. So the logits
-    are computed once, as without chunks. The gradients of the weights are summed in f32, and rounded once.
+    Per-device code.
+
+    A gradient, if needed, is computed along with the sum, chunk by chunk, and kept instead of the
+    logits. So the logits are computed once, as without chunks. The gradients of the weights are
+    summed in f32, and rounded once.
 
     Args:
         summed: gives a sum over positions, `+b +c`. It closes over no arrays.
-        forward: the forward pass. Weights outside of its layers, which `summed` may read, are gathered once for all
-            chunks.
+        forward: the forward pass. Weights outside of its layers, which `summed` may read, are
+            gathered once for all chunks.
         w: weights of the model, as weights.at_rest returns them.
-        x: [B, L/c/t, …], the positions of this device; or a dataclass of arrays whose types have a dim L.
+        x: [B, L/c/t, …], the positions of this device; or a dataclass of arrays whose types have a
+            dim L.
         targets: arrays [B, L/c, …], of all devices of t. Their types have a dim L too.
     """
     chunk = forward.training.loss_chunk
@@ -46,15 +52,17 @@ def sum_in_chunks(
         return summed(w, x, targets)
     read = outside_of_layers(forward.model.table, but="embedding")
     w = gather_ahead(w, read)
-    # Of the c·t blocks of positions (T), each device's own and as many in a chunk, chunk i has the i-th part (P) of
-    # each, so that cutting x moves nothing between devices. A trace for one device, with which this one is compared,
-    # has as many blocks.
+    # Of the c·t blocks of positions (T), each device's own and as many in a chunk, chunk i has the
+    # i-th part (P) of each, so that cutting x moves nothing between devices. A trace for one
+    # device, with which this one is compared, has as many blocks.
     blocks = planned_devices("ct")
     rest = lax.stop_gradient(w)
     sizes = {"T": blocks, "P": chunk // blocks}
 
     def cut(x: jax.Array, spec: str) -> Any:
-        whole, of_chunk = (re.sub(r"\bL(\S*)", rf"(T\1 {dims})", spec) for dims in ("chunks P", "P"))
+        whole, of_chunk = (
+            re.sub(r"\bL(\S*)", rf"(T\1 {dims})", spec) for dims in ("chunks P", "P")
+        )
         return shardops.rearrange(f"{whole} -> chunks {of_chunk}", x, **sizes)
 
     arrays, structure = jax.tree.flatten((x, targets))
@@ -92,7 +100,9 @@ def _zero(of_chunk: Callable[..., Any], chunks: object) -> Any:
     return jax.tree.map(zeros_like_traced, jax.make_jaxpr(of_first, return_shape=True)(chunks)[1])
 
 
-def _sum_and_gradients(summed: Callable[..., Any], w_head: dict, w: Any, x: Any, targets: Targets) -> tuple[Any, Any]:
+def _sum_and_gradients(
+    summed: Callable[..., Any], w_head: dict, w: Any, x: Any, targets: Targets
+) -> tuple[Any, Any]:
     def of_chunk(w_head: dict, x: Any, targets: Targets) -> Any:
         return summed(dataclasses.replace(w, **w_head), x, targets)
 
@@ -106,7 +116,9 @@ def _sum_and_gradients(summed: Callable[..., Any], w_head: dict, w: Any, x: Any,
 
     chunks = x, targets
     zero = _zero(lambda chunk: of_chunk(w_head, *chunk), chunks)
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w_head)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w_head
+    )
     (total, g_head), g_x = lax.scan(step, (zero, zeros), chunks)
     dtypes = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), w_head)
     return total, (g_head, g_x, dtypes)

@@ -1,7 +1,8 @@
-"""Interface of a model: its settings, its weights, and the math of one layer. docs/models.md builds a model.
+"""Interface of a model: its settings, its weights, and the math of one layer. docs/models.md builds
+a model.
 
-A model's module has two parts: `ModelConfig`, the dataclass of its settings, and `Model`, the class of the model. The
-trainer handles the loop over layers, checkpointing, stages and caches.
+A model's module has two parts: `ModelConfig`, the dataclass of its settings, and `Model`, the class
+of the model. The trainer handles the loop over layers, checkpointing, stages and caches.
 """
 
 import contextlib
@@ -37,7 +38,9 @@ LOGITS = "logits of the model"
 
 @contextlib.contextmanager
 def compute_scope(name: str) -> Iterator[None]:
-    """Context, or decorator of a function, in which `act`, the compute dtype, is COMPUTE_DTYPES[name]."""
+    """Context, or decorator of a function, in which `act`, the compute dtype, is
+    COMPUTE_DTYPES[name].
+    """
     with Scope(act=COMPUTE_DTYPES[name]):
         yield
 
@@ -51,11 +54,11 @@ class Tokens:
     positions: i32["B/b L/c"]
     """Positions in the document, counted from 0."""
     document: i32["B/b L/c"] | None = None
-    """Index of the document in its sequence, not decreasing along L. None in decoding, where each position belongs to a
-    different text."""
+    """Index of the document in its sequence, not decreasing along L. None in decoding, where each
+    position belongs to a different text."""
     keys: Any = None
-    """Random keys for dropout, one per sequence, which differ at each step and in each layer. None if nothing is
-    random, as in evaluation and sampling."""
+    """Random keys for dropout, one per sequence, which differ at each step and in each layer. None
+    if nothing is random, as in evaluation and sampling."""
     shared: Any = None
     """Result of the model's `prepare`, computed once for all layers."""
     layer: Any = None
@@ -63,8 +66,8 @@ class Tokens:
     index_in_period: int = dataclasses.field(default=0, metadata={"static": True})
     """Index of the layer in its period, in [0, Model.period)."""
     inputs: u32["B/b L/c inputs"] | None = None
-    """Further values of each token in the dataset, in the order of Model.inputs; 0 where the id is the `bos_id` before
-    a document. None if the model reads none."""
+    """Further values of each token in the dataset, in the order of Model.inputs; 0 where the id is
+    the `bos_id` before a document. None if the model reads none."""
     whole: bool = dataclasses.field(default=False, metadata={"static": True})
     """True if each sequence is one document, without a document mask."""
     training: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -72,12 +75,14 @@ class Tokens:
     counted: bool_["B/b L/c"] | None = None
     """True where the target after a token counts in the loss; padding does not. None: all count."""
     target_count: f32[""] | None = None
-    """Number of targets that count in a microbatch, averaged over the step. A loss or metric of a layer divides its sum
-    by it. None: all targets of this microbatch."""
+    """Number of targets that count in a microbatch, averaged over the step. A loss or metric of a
+    layer divides its sum by it. None: all targets of this microbatch."""
 
     @property
     def row_positions(self) -> jax.Array:
-        """`positions`, or int32[1, L] without a document mask, where they are the same in all sequences."""
+        """`positions`, or int32[1, L] without a document mask, where they are the same in all
+        sequences.
+        """
         return self.mask_positions.index if self.whole else self.positions
 
     @property
@@ -99,7 +104,9 @@ class Tokens:
         document_mask: bool = True,
         inputs: u32["B/b L inputs"] | None = None,
     ) -> Self:
-        """Tokens that precede each target, with `bos_id` before the first one of a document. Per-device code.
+        """Tokens that precede each target, with `bos_id` before the first one of a document.
+
+        Per-device code.
 
         Whole sequences are computed, of which each device of c keeps its own positions.
 
@@ -108,7 +115,8 @@ class Tokens:
             starts: True where a document begins with this target.
             bos_id: the token before each document.
             seeds: a random number for each sequence; None: nothing is random.
-            document_mask: True if documents begin where `starts` says; otherwise each sequence is one document.
+            document_mask: True if documents begin where `starts` says; otherwise each sequence is
+                one document.
             inputs: further values of each target in the dataset.
         """
         place = jnp.arange(targets.shape[1], dtype=jnp.int32)
@@ -124,14 +132,18 @@ class Tokens:
             inputs = shardops.shard("B/b L inputs -> B/b L/c inputs", inputs)
         keys = None if seeds is None else jax.vmap(jax.random.key)(seeds)
         own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
-        return cls(own(ids), own(positions), own(document), keys, inputs=inputs, whole=not document_mask)
+        return cls(
+            own(ids), own(positions), own(document), keys, inputs=inputs, whole=not document_mask
+        )
 
     def prepared(self, model: "LanguageModel") -> Self:
         """Applies the model's `prepare` to the tokens, if it has one."""
         return getattr(model, "prepare", lambda tokens: tokens)(self)
 
     def in_layer(self, index: jax.Array, index_in_period: int) -> Self:
-        """The tokens in layer `index`, at `index_in_period` in its period, with the layer's own random keys."""
+        """The tokens in layer `index`, at `index_in_period` in its period, with the layer's own
+        random keys.
+        """
 
         def of_layer(key):
             return jax.random.fold_in(key, index)
@@ -149,7 +161,8 @@ class Targets:
     counted: bool_["B/b L/c"]
     """True where the loss counts; padding does not."""
     inputs: u32["B/b L/c inputs"] | None = None
-    """Values of each target in the dataset that only the training loss reads, by `input`. None in validation."""
+    """Values of each target in the dataset that only the training loss reads, by `input`. None in
+    validation."""
     declared: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), metadata={"static": True})
     """Names and dtypes of `inputs`: the attribute `inputs` of the loss."""
 
@@ -158,8 +171,10 @@ class Targets:
         names = [known for known, _ in self.declared]
         if self.inputs is None or name not in names:
             raise ValueError(
-                f"{name!r} is not an input of the loss, which has {', '.join(names) or 'none'}. Declare it after the "
-                f'loss of optimizer.loss=my_file:my_loss, my_loss.inputs = {{"{name}": f32}}. Validation has none.'
+                f"{name!r} is not an input of the loss, which has {', '.join(names) or 'none'}. "
+                "Declare it after the "
+                f'loss of optimizer.loss=my_file:my_loss, my_loss.inputs = {{"{name}": f32}}. '
+                f"Validation has none."
             )
         at = names.index(name)
         return lax.bitcast_convert_type(self.inputs[..., at], self.declared[at][1].dtype)
@@ -175,25 +190,30 @@ class Targets:
 
 
 class LanguageModel(Protocol):
-    """The parts of a model. `Model(config)` creates one from its ModelConfig. The methods are per-device code.
+    """The parts of a model. `Model(config)` creates one from its ModelConfig.
 
-    A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may set `shared` for
-    all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike;
-    `tokens.index_in_period` is the index of a layer in its period. `inputs` names further values of each token in the
-    dataset (docs/formats.md), which the model finds in `tokens.inputs`. `State` is the pytree_dataclass of what a
-    layer keeps of each text while text is sampled, beside or instead of keys and values (modeling/state.py).
+    The methods are per-device code.
+
+    A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may
+    set `shared` for all of them. `period` is the number of layers after which their pattern
+    repeats, 1 if all are alike; `tokens.index_in_period` is the index of a layer in its period.
+    `inputs` names further values of each token in the dataset (docs/formats.md), which the model
+    finds in `tokens.inputs`. `State` is the pytree_dataclass of what a layer keeps of each text
+    while text is sampled, beside or instead of keys and values (modeling/state.py).
     """
 
     config: Any
     """The ModelConfig."""
     Weights: type
-    """The pytree_dataclass of the weights, with the stack of layers in its field `layers`, and stacks that run before
-    it in the fields before it."""
+    """The pytree_dataclass of the weights, with the stack of layers in its field `layers`, and
+    stacks that run before it in the fields before it."""
     table: Any
     """A Weights with a modeling.weights.Weight instead of each array."""
 
     def embed(self, w: object, tokens: Tokens) -> Any:
-        """Residual stream before the first layer: act['B/b L/c/t M'], or a dataclass of typed arrays of floats."""
+        """Residual stream before the first layer: act['B/b L/c/t M'], or a dataclass of typed
+        arrays of floats.
+        """
 
     def layer(self, x: object, w: object, tokens: Tokens, attention: Callable[..., Any]) -> Any:
         """Residual stream after a layer, of the type of `x`; or a tuple of it and a LayerAux.
@@ -202,11 +222,12 @@ class LanguageModel(Protocol):
 
         Args:
             x: residual stream before the layer.
-            w: weights of the layer at rest; shardops.all_gather gathers each. Their class tells the stack.
+            w: weights of the layer at rest; shardops.all_gather gathers each. Their class tells the
+                stack.
             tokens: the tokens, with their positions in documents.
-            attention: a modeling.attention.Attention: call attention(q, k, v, mask). Everything that a position learns
-                from others must pass through it or through a declared state (`attention.recur`, `attention.expand`), or
-                the model cannot be sampled.
+            attention: a modeling.attention.Attention: call attention(q, k, v, mask). Everything
+                that a position learns from others must pass through it or through a declared state
+                (`attention.recur`, `attention.expand`), or the model cannot be sampled.
         """
 
     def logits(self, w: object, x: object) -> Any:
@@ -219,7 +240,9 @@ def period_of(model: LanguageModel) -> int:
 
 
 def inputs_of(model: LanguageModel) -> tuple[str, ...]:
-    """Names of the further values of each token that the model reads from a dataset; usually none."""
+    """Names of the further values of each token that the model reads from a dataset; usually
+    none.
+    """
     return tuple(getattr(model, "inputs", ()))
 
 
@@ -232,7 +255,9 @@ SHIPPED = ("gpt2", "moe", "family", "mla", "delta")
 
 
 def is_shipped(name: str) -> bool:
-    """True if `model.module: name` names train.py or a model of SHIPPED, and not a module of the user's own."""
+    """True if `model.module: name` names train.py or a model of SHIPPED, and not a module of the
+    user's own.
+    """
     return name == "train" or _module_name(name) != name
 
 
@@ -251,10 +276,14 @@ def module_of(name: str) -> ModuleType:
         if not f"{name}.".startswith(f"{error.name}."):  # a module that it imports is missing
             raise
         name_only = name.removesuffix(".py")
-        near = did_you_mean(name, ("train", *SHIPPED)) if name_only == name else f" Did you mean {name_only}?"
+        near = (
+            did_you_mean(name, ("train", *SHIPPED))
+            if name_only == name
+            else f" Did you mean {name_only}?"
+        )
         raise ValueError(
-            f"model.module is {name!r}, and Python finds no module of that name; put {name_only}.py where you start, "
-            f"or add its directory to PYTHONPATH.{near}"
+            f"model.module is {name!r}, and Python finds no module of that name; put "
+            f"{name_only}.py where you start, or add its directory to PYTHONPATH.{near}"
         ) from None
 
     for kind, parts in {"ModelConfig": SETTINGS, "Model": PARTS}.items():
@@ -266,50 +295,73 @@ def module_of(name: str) -> ModuleType:
 
 
 def _refusal(name: str, problem: str) -> ValueError:
-    return ValueError(f"model.module is {name!r}, {problem}; see docs/models.md for what a module must have.")
+    return ValueError(
+        f"model.module is {name!r}, {problem}; see docs/models.md for what a module must have."
+    )
 
 
 def load_model(c: Any) -> LanguageModel:
-    """Creates the model of a ModelConfig. Raises ValueError if its module lacks a part or its table is not Weights."""
+    """Creates the model of a ModelConfig.
+
+    Raises ValueError if its module lacks a part or its table is not Weights.
+    """
     kind = module_of(c.module).Model
     model = kind(c)
     if not isinstance(inputs := getattr(model, "inputs", ()), tuple | list):
-        raise _refusal(c.module, f"whose Model has inputs {inputs!r}; it must be a tuple of names: ('kind',)")
+        raise _refusal(
+            c.module, f"whose Model has inputs {inputs!r}; it must be a tuple of names: ('kind',)"
+        )
     if not isinstance(table := getattr(model, "table", None), kind.Weights):
-        raise _refusal(c.module, f"whose table is a {type(table).__name__}; it must be a {kind.Weights.__name__}")
+        raise _refusal(
+            c.module,
+            f"whose table is a {type(table).__name__}; it must be a {kind.Weights.__name__}",
+        )
     if getattr(model, "config", None) is not c:
-        raise _refusal(c.module, "whose Model does not keep its ModelConfig: set self.config = config in __init__")
+        raise _refusal(
+            c.module,
+            "whose Model does not keep its ModelConfig: set self.config = config in __init__",
+        )
     arrays: Any = arrays_in(type(table), table)
     for path, t, _ in arrays:
         if not isinstance(t, WeightType):
             problem = f"whose weight {path} has the type {t!r}"
-            raise _refusal(c.module, f"{problem}; declare it by matrix, gain, bias, embedding or unembedding")
+            raise _refusal(
+                c.module, f"{problem}; declare it by matrix, gain, bias, embedding or unembedding"
+            )
     types_of(model)  # raises for a State that cannot be kept
     for path, t, _ in itertools.takewhile(lambda found: not found[0].startswith("layers."), arrays):
         if len(t.spec.dims) > len(t.ahead.dims) and not t.on_all_stages:
             name = path.partition(".")[0]
             raise _refusal(
                 c.module,
-                f"whose weights `{name}` are a stack that is not run; write Array['{name} *p', …] for layers before "
-                "`layers`, or declare it after `layers`",
+                f"whose weights `{name}` are a stack that is not run; write Array['{name} *p', …] "
+                f"for layers before `layers`, or declare it after `layers`",
             )
     for name, stack in {**stacks_before_layers(model.table), "layers": model.table.layers}.items():
         shapes = [weight.shape for weight in jax.tree.leaves(stack) if hasattr(weight, "shape")]
         count = (c.layers,) if name == "layers" else shapes[0][:1]
         if wrong := [shape for shape in shapes if shape[:1] != count]:
             stack = f"whose table has a stack of shape {wrong[0]} in `{name}`"
-            wanted = f"model.layers = {c.layers}" if name == "layers" else f"{count[0]}, as in its first weight"
+            wanted = (
+                f"model.layers = {c.layers}"
+                if name == "layers"
+                else f"{count[0]}, as in its first weight"
+            )
             raise _refusal(c.module, f"{stack}; its first dim must be {wanted}")
     return model
 
 
 def checked_logits(model: LanguageModel, w: object, x: object) -> act["B/b L/c V/t/p"]:
-    """Runs model.logits(w, x). Raises ValueError unless there are model.vocab token ids. Per-device code."""
+    """Runs model.logits(w, x). Raises ValueError unless there are model.vocab token ids.
+
+    Per-device code.
+    """
     logits = checkpoint_name(model.logits(w, x), LOGITS)
     vocab = logits.shape[-1] * devices_along(("t", "p"))
     if vocab != model.config.vocab:
         raise ValueError(
-            f"model.module is {model.config.module!r}, whose logits have {vocab} token ids; they must have "
-            f"model.vocab = {model.config.vocab}, and be act['B/b L/c V/t/p'], sharded over t and p."
+            f"model.module is {model.config.module!r}, whose logits have {vocab} token ids; they "
+            f"must have model.vocab = {model.config.vocab}, and be act['B/b L/c V/t/p'], sharded "
+            f"over t and p."
         )
     return logits

@@ -1,6 +1,7 @@
 """What a layer keeps of each sequence while text is sampled.
 
-Keys and values of attention are one case. A model declares others in its class `State`, in types as its weights:
+Keys and values of attention are one case. A model declares others in its class `State`, in types as
+its weights:
 
     @pytree_dataclass
     class State:
@@ -8,8 +9,8 @@ Keys and values of attention are one case. A model declares others in its class 
         matrix: f32["B/b K/t D D_v"]
         last: act["B/b 3 F/t"]
 
-This is the state of one layer. An array whose second dim is S has an entry for each position; any other is replaced at
-each step, and is 0 before the first one. docs/models.md has an example.
+This is the state of one layer. An array whose second dim is S has an entry for each position; any
+other is replaced at each step, and is 0 before the first one. docs/models.md has an example.
 """
 
 from typing import Any
@@ -47,12 +48,18 @@ def state_of(model: Any) -> Any:
 
 
 def types_of(model: Any) -> Any:
-    """The model's State with the type of each array. Raises ValueError for one that is not the type of a state."""
+    """The model's State with the type of each array.
+
+    Raises ValueError for one that is not the type of a state.
+    """
     kind = state_of(model)
     types = {path: t for path, t, _ in arrays_of(kind, ABSENT, "State")}
     for path, t in types.items():
         if t.spec.dims[:1] != on_mesh(act["B/b"].spec).dims or "S" in t.spec.names[2:]:
-            problem = "a state begins with B/b, the sequences, and S, the positions, can only be its second dim"
+            problem = (
+                "a state begins with B/b, the sequences, and S, the positions, can only be "
+                "its second dim"
+            )
             raise ValueError(f"the model's {path}: {t!r}: {problem}.")
     return jax.tree.structure(placeholders(kind)).unflatten(types.values())
 
@@ -76,14 +83,23 @@ class States:
 
     def __init__(self, model: Any, sequences: int, positions: int):
         self.types = types_of(model)
-        named = {dim: getattr(model.config, name, None) for dim, name in getattr(model.config, "dims", {}).items()}
+        named = {
+            dim: getattr(model.config, name, None)
+            for dim, name in getattr(model.config, "dims", {}).items()
+        }
         self._sizes = {dim: size for dim, size in named.items() if size is not None}
-        self._sizes |= {"B": sequences * devices_along(on_mesh(act["B/b"].spec).sharded), "S": positions}
+        self._sizes |= {
+            "B": sequences * devices_along(on_mesh(act["B/b"].spec).sharded),
+            "S": positions,
+        }
 
     def field(self, name: str) -> Any:
         """The types of a field. Raises ShardError if the model's State has no such field."""
         if not hasattr(self.types, name):
-            problem = f"a layer keeps `{name}`, which the model's {type(self.types).__name__} does not declare"
+            problem = (
+                f"a layer keeps `{name}`, which the model's {type(self.types).__name__} does "
+                "not declare"
+            )
             raise ShardError(problem, f"declare it in the model's State: `{name}: act['B/b …']`")
         return getattr(self.types, name)
 
@@ -101,15 +117,23 @@ class States:
         types, structure = jax.tree.flatten(self.field(name))
         arrays = jax.tree.leaves(value, is_leaf=is_opaque)
         if len(types) != len(arrays):
-            problem = f"a layer keeps {len(arrays)} arrays as `{name}`, of which the model's State has {len(types)}"
+            problem = (
+                f"a layer keeps {len(arrays)} arrays as `{name}`, of which the model's State "
+                f"has {len(types)}"
+            )
             raise ShardError(problem, "give one for each, in their order")
-        return structure.unflatten([self._checked(name, *pair) for pair in zip(types, arrays, strict=True)])
+        return structure.unflatten(
+            [self._checked(name, *pair) for pair in zip(types, arrays, strict=True)]
+        )
 
     def _checked(self, name: str, t: ArrayType, x: Any) -> jax.Array:
         with Scope(), checking(f"the state {name}, {t!r}", value=x) as sizes:
             check_value(t.spec, x, sizes | self._sizes)
             if x.dtype != t.jax_dtype:
-                raise ShardError(f"its dtype is {x.dtype.name}", "cast it with .astype, or declare its dtype")
-        if jax.typeof(x).manual_axis_type.reduced:  # gathered for ops with gradients; this is a plain array
+                raise ShardError(
+                    f"its dtype is {x.dtype.name}", "cast it with .astype, or declare its dtype"
+                )
+        if jax.typeof(x).manual_axis_type.reduced:
+            # gathered for ops with gradients; this is a plain array
             x = jnp.where(True, x, jnp.zeros_like(x))
         return varying(x, t.spec.sharded)

@@ -1,15 +1,17 @@
-"""Gated delta nets with attention in every n-th layer, as in Qwen3-Next (arXiv 2412.06464), with the experts of moe.py.
+"""Gated delta nets with attention in every n-th layer, as in Qwen3-Next (arXiv 2412.06464), with
+the experts of moe.py.
 
     python -m tools.huggingface_to_checkpoint model=<one of that kind> output=runs/<name>
 
-A gated delta net has a matrix for each head instead of keys and values of all positions: each position first reads what
-the matrix has for its key, and writes the difference to its value. `model.layers` counts blocks of such layers and one
-with attention. Training computes the matrices of whole chunks of positions by matmuls, sampling one position after the
-other. Dims and axes are those of moe.py, and
+A gated delta net has a matrix for each head instead of keys and values of all positions: each
+position first reads what the matrix has for its key, and writes the difference to its value.
+`model.layers` counts blocks of such layers and one with attention. Training computes the matrices
+of whole chunks of positions by matmuls, sampling one position after the other. Dims and axes are
+those of moe.py, and
 
-  R  key heads of a delta net       U  value heads of each         A  positions that its convolution reads
-  X  entries of a key               W  entries of a value          T  A - 1
-  O  entries that it convolves for a key head, 2 X + U W           Z  O + U W         Y  2 U
+  R  key heads of a delta net       U  value heads of each         A  positions that its convolution
+  reads X  entries of a key               W  entries of a value          T  A - 1 O  entries that it
+  convolves for a key head, 2 X + U W           Z  O + U W         Y  2 U
 """
 
 import dataclasses
@@ -39,7 +41,10 @@ EPSILON = 1e-6
 
 @dataclasses.dataclass
 class ModelConfig(moe.ModelConfig):
-    """Settings of moe.py, and of delta nets. `layers` counts blocks; `n_kv` to `d_head` are those of attention."""
+    """Settings of moe.py, and of delta nets.
+
+    `layers` counts blocks; `n_kv` to `d_head` are those of attention.
+    """
 
     module: str = "delta"
     deltas: int = within(1, 2**8, 3)
@@ -55,7 +60,8 @@ class ModelConfig(moe.ModelConfig):
     taps: int = within(2, 2**8, 4)
     """Positions that the convolution before a delta net reads, including its own."""
     chunk: int = within(1, 2**16, 64, TUNABLE)
-    """Most positions that training computes together; their number divides the sequence. Changes no result."""
+    """Most positions that training computes together; their number divides the sequence. Changes no
+    result."""
 
     dims: ClassVar[dict[str, str]] = moe.ModelConfig.dims | {
         "deltas": "deltas",
@@ -92,23 +98,32 @@ class ModelConfig(moe.ModelConfig):
 
     @property
     def state_flops(self) -> float:
-        """FLOPs per token of three matmuls with the matrix of each head: what it has for a key, the write, the query.
+        """FLOPs per token of three matmuls with the matrix of each head: what it has for a key, the
+        write, the query.
 
         Those among the positions of a chunk do not count, because they depend on `chunk`.
         """
-        return 6 * self.layers * self.deltas * self.key_heads * self.values_per_key * self.d_key * self.d_value
+        return (
+            6
+            * self.layers
+            * self.deltas
+            * self.key_heads
+            * self.values_per_key
+            * self.d_key
+            * self.d_value
+        )
 
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other."""
         super().check(seq_len)
         if self.period > 1 or self.dense_layers:
             raise ValueError(
-                "model.full_every, no_rope_every or dense_layers is set, but blocks of delta nets and attention are "
-                "all alike; leave them out."
+                "model.full_every, no_rope_every or dense_layers is set, but blocks of delta nets "
+                "and attention are all alike; leave them out."
             )
 
 
-# ---- weights ----------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 @pytree_dataclass
@@ -152,7 +167,9 @@ class Weights(family.Weights):
 
 @pytree_dataclass
 class DeltaState:
-    """What a delta net keeps while text is sampled: the last inputs of its convolution, and its matrices."""
+    """What a delta net keeps while text is sampled: the last inputs of its convolution, and its
+    matrices.
+    """
 
     last: act["B/b T R/t O"]
     matrix: f32["B/b R/t U X W"]
@@ -160,15 +177,19 @@ class DeltaState:
 
 @functools.cache
 def state_of(deltas: int) -> Any:
-    """The class of what a block keeps: `kv` of its attention, and `delta_0`, `delta_1` … of its delta nets."""
+    """The class of what a block keeps: `kv` of its attention, and `delta_0`, `delta_1` … of its
+    delta nets.
+    """
     fields = {"kv": KeyValues} | {f"delta_{i}": DeltaState for i in range(deltas)}
     return pytree_dataclass(type("State", (), {"__annotations__": fields}))
 
 
-# ---- the delta rule ---------------------------------------------------------------------------------------------
+# ---- the delta rule ------------------------------------------------------------------------------
 
 
-def convolved(c: ModelConfig, weights: tuple, before: Callable[[int], jax.Array], positions: str) -> list[jax.Array]:
+def convolved(
+    c: ModelConfig, weights: tuple, before: Callable[[int], jax.Array], positions: str
+) -> list[jax.Array]:
     """Queries and keys, and values, in f32: what a short convolution makes of each channel.
 
     Args:
@@ -184,7 +205,9 @@ def convolved(c: ModelConfig, weights: tuple, before: Callable[[int], jax.Array]
             x = before(n)[..., first : first + math.prod(shape)]
             x = x.reshape(*x.shape[:-1], *shape)
             tap = weight[..., c.taps - 1 - n]
-            y = y + shardops.einsum_unreduced(f"{positions} {dims}, {dims} -> {positions} {dims}", x, tap)
+            y = y + shardops.einsum_unreduced(
+                f"{positions} {dims}, {dims} -> {positions} {dims}", x, tap
+            )
         return jax.nn.silu(jnp.float32(y))
 
     def unit(x: jax.Array) -> jax.Array:
@@ -196,10 +219,12 @@ def convolved(c: ModelConfig, weights: tuple, before: Callable[[int], jax.Array]
 
 
 def in_chunks(q, k, v, beta, g, document, most: int) -> jax.Array:
-    """The gated delta rule of all positions of documents, f32[B, L, R, U, W], in chunks of at most so many positions.
+    """The gated delta rule of all positions of documents, f32[B, L, R, U, W], in chunks of at most
+    so many positions.
 
-    A chunk's writes depend on each other through the products of its keys, a triangle of equations (arXiv 2406.06484).
-    What they read of earlier chunks is in a matrix, which passes from chunk to chunk.
+    A chunk's writes depend on each other through the products of its keys, a triangle of equations
+    (arXiv 2406.06484). What they read of earlier chunks is in a matrix, which passes from chunk to
+    chunk.
 
     Args:
         q: queries [B, L, R, X].
@@ -219,7 +244,8 @@ def in_chunks(q, k, v, beta, g, document, most: int) -> jax.Array:
     kept = jnp.cumsum(g, axis=2)
     place = jnp.arange(size)
     sees = (place[:, None] >= place) & (document[..., :, None] == document[..., None, :])
-    between = place[:, None] > place  # a sum of what is between two positions is more exact than a difference of sums
+    # a sum of what is between two positions is more exact than a difference of sums
+    between = place[:, None] > place
     gap = jnp.cumsum(jnp.where(between, jnp.moveaxis(g, 2, -1)[..., None], 0), axis=-2)
     decay = jnp.exp(jnp.where(sees[:, :, None, None], gap, -jnp.inf))
     products = jnp.einsum("nbijx,nbljx->nbjil", k, k)[:, :, :, None]
@@ -229,7 +255,10 @@ def in_chunks(q, k, v, beta, g, document, most: int) -> jax.Array:
     before = jnp.concatenate([document[:1, :, 0], document[:-1, :, -1]])
     goes_on = (document == before[..., None])[..., None, None]
     from_before = jnp.where(goes_on, jnp.exp(kept), 0)
-    given = jnp.concatenate([v, k[:, :, :, :, None] * from_before[..., None]], axis=-1) * beta[..., None]
+    given = (
+        jnp.concatenate([v, k[:, :, :, :, None] * from_before[..., None]], axis=-1)
+        * beta[..., None]
+    )
     made = solve_unit_lower(rows, jnp.moveaxis(given, 2, 4))
     written, read = jnp.split(made, [v.shape[-1]], axis=-1)
     attended = jnp.einsum("nbijx,nbljx->nbjil", q, k)[:, :, :, None] * decay
@@ -250,14 +279,16 @@ def in_chunks(q, k, v, beta, g, document, most: int) -> jax.Array:
 
 
 def one_step(state, q, k, v, beta, g) -> tuple[jax.Array, jax.Array]:
-    """The gated delta rule of one position of each text: what it reads f32[B, R, U, W], and the new matrices."""
+    """The gated delta rule of one position of each text: what it reads f32[B, R, U, W], and the new
+    matrices.
+    """
     state = state * jnp.exp(g)[..., None, None]
     new = (v - jnp.einsum("bjx,bjuxw->bjuw", k, state)) * beta[..., None]
     state = state + k[:, :, None, :, None] * new[..., None, :]
     return jnp.einsum("bjx,bjuxw->bjuw", q, state), state
 
 
-# ---- the model --------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 class Model(moe.Model):
@@ -271,7 +302,9 @@ class Model(moe.Model):
         self.State = state_of(config.deltas)
 
     def changes(self) -> dict[str, dict]:
-        """Initial values: delta nets forget by rates between those of Mamba-2 (arXiv 2405.21060), 0.001 to 1.6."""
+        """Initial values: delta nets forget by rates between those of Mamba-2 (arXiv 2405.21060),
+        0.001 to 1.6.
+        """
         std = self.config.taps**-0.5
         own = {name: {"std": std} for name in ("conv_q", "conv_k", "conv_v")}
         own["log_decay"] = {"mean": math.log(4), "std": math.log(2)}
@@ -283,7 +316,9 @@ class Model(moe.Model):
         found: list[Any] = []
         for i in range(self.config.deltas):
             of_layer = jax.tree.map(lambda stack, i=i: stack[i], w.delta)
-            attended = save_for_backward(x + self.delta(x, of_layer, tokens, attention, f"delta_{i}"))
+            attended = save_for_backward(
+                x + self.delta(x, of_layer, tokens, attention, f"delta_{i}")
+            )
             x, aux = self.with_experts(attended, of_layer, tokens)
             found.append(aux)
         x, aux = super().layer(x, w.full, tokens, attention)
@@ -301,8 +336,8 @@ class Model(moe.Model):
         c = self.config
         if (devices := shardops.axis_size("c")) > 1:
             raise ValueError(
-                f"mesh.c is {devices}, but a delta net needs all positions of a sequence on one device; set mesh.c=1, "
-                "and more of mesh.d or mesh.t."
+                f"mesh.c is {devices}, but a delta net needs all positions of a sequence on one "
+                f"device; set mesh.c=1, and more of mesh.d or mesh.t."
             )
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.attention_norm))
         w_in = shardops.all_gather("M/fsdp R/t Z -> M R/t Z", w.w_in)
@@ -312,11 +347,15 @@ class Model(moe.Model):
         rates = shardops.matmul("B/b L/c M, M R/t Y -> B/b L/c R/t Y", nx, w_rates)
         write, forget = jnp.split(jnp.float32(save_for_backward(rates)), 2, axis=-1)
         log_decay, b_decay = (
-            shardops.broadcast("R/t U -> B/b L/c R/t U", shardops.all_gather("R/t U/fsdp -> R/t U", weight))
+            shardops.broadcast(
+                "R/t U -> B/b L/c R/t U", shardops.all_gather("R/t U/fsdp -> R/t U", weight)
+            )
             for weight in (w.log_decay, w.b_decay)
         )
         g = -jnp.exp(log_decay) * jax.nn.softplus(forget + b_decay)
-        conv_q, conv_k = (shardops.all_gather("R/t X A/fsdp -> R/t X A", x) for x in (w.conv_q, w.conv_k))
+        conv_q, conv_k = (
+            shardops.all_gather("R/t X A/fsdp -> R/t X A", x) for x in (w.conv_q, w.conv_k)
+        )
         conv_v = shardops.all_gather("R/t U W A/fsdp -> R/t U W A", w.conv_v)
         inputs_of = functools.partial(convolved, c, (conv_q, conv_k, conv_v))
 
@@ -328,7 +367,9 @@ class Model(moe.Model):
             q, k, v = inputs_of(before, "B/b L/c")
             return in_chunks(q, k, v, beta, g, tokens.document, c.chunk)
 
-        def step(state: DeltaState, mixed: jax.Array, beta: jax.Array, g: jax.Array) -> tuple[jax.Array, DeltaState]:
+        def step(
+            state: DeltaState, mixed: jax.Array, beta: jax.Array, g: jax.Array
+        ) -> tuple[jax.Array, DeltaState]:
             inputs = jnp.concatenate([state.last, mixed[:, None]], axis=1)
             q, k, v = inputs_of(lambda n: inputs[:, c.taps - 1 - n], "B/b")
             out, new = one_step(state.matrix, q, k, v, beta, g)
@@ -337,9 +378,13 @@ class Model(moe.Model):
         read = attention.recur(name, whole, step, mixed, jax.nn.sigmoid(write), g)
         value_norm = shardops.all_gather("W/t/fsdp -> W", w.value_norm)
         unit = read * lax.rsqrt(jnp.mean(jnp.square(read), axis=-1, keepdims=True) + c.norm_epsilon)
-        normed = shardops.einsum_unreduced("B/b L/c R/t U W, W -> B/b L/c R/t U W", unit, value_norm)
+        normed = shardops.einsum_unreduced(
+            "B/b L/c R/t U W, W -> B/b L/c R/t U W", unit, value_norm
+        )
         gated = (normed * jax.nn.silu(jnp.float32(gate)).reshape(read.shape)).astype(x.dtype)
         w_o = shardops.all_gather("R/t U W M/fsdp -> R/t U W M", w.w_o)
-        out = shardops.matmul("B/b L/c R/t U W, R/t U W M -> B/b L/c M +t", save_for_backward(gated), w_o)
+        out = shardops.matmul(
+            "B/b L/c R/t U W, R/t U W M -> B/b L/c M +t", save_for_backward(gated), w_o
+        )
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
         return self.normed(out, w.attention_out_norm)

@@ -2,8 +2,8 @@
 
     python -m tools.huggingface_to_checkpoint model=<one of them> output=runs/<name>
 
-Any combination trains. docs/huggingface.md says which become models of transformers. moe.py has the same switches. Dims
-and axes are those of train.py.
+Any combination trains. docs/huggingface.md says which become models of transformers. moe.py has the
+same switches. Dims and axes are those of train.py.
 """
 
 import dataclasses
@@ -36,12 +36,13 @@ class ModelConfig(settings.ModelConfig):
     out_bias: bool = False
     """Bias of the output of attention (gpt-oss)."""
     gated: bool = False
-    """Whether the output of attention is multiplied by σ of as many entries of its own, which come from the input as
-    queries do (Qwen3-Next, arXiv 2505.06708)."""
+    """Whether the output of attention is multiplied by σ of as many entries of its own, which come
+    from the input as queries do (Qwen3-Next, arXiv 2505.06708)."""
     sinks: bool = False
     """A score for each head that belongs to no key (gpt-oss)."""
     norms: str = one_of(("before", "after", "both"), default="before")
-    """Norms of attention and of the MLP: before, on their inputs; after, on their outputs (OLMo 2); both (Gemma 2)."""
+    """Norms of attention and of the MLP: before, on their inputs; after, on their outputs (OLMo 2);
+    both (Gemma 2)."""
     norm_offset: bool = False
     """Whether norms of positions, and of heads by qk_norm, multiply by 1 + weight (Gemma)."""
     qk_norm_all: bool = False
@@ -51,7 +52,8 @@ class ModelConfig(settings.ModelConfig):
     full_every: int | None = at_least_1(None)
     """Every n-th layer has no window; this is n (Gemma 2: 2). Null: all layers have it."""
     window_rope_base: float | None = above_0(None)
-    """rope_base of layers with a window, which then lack rope_scaling (Gemma 3, OLMo 3). Null: those of all layers."""
+    """rope_base of layers with a window, which then lack rope_scaling (Gemma 3, OLMo 3). Null:
+    those of all layers."""
     rotary_share: float = within(math.ulp(0), math.nextafter(1, 2), 1.0)
     """Share of the entries of a head that RoPE turns, the first ones (Phi-4-mini)."""
     no_rope_every: int | None = at_least_1(None)
@@ -63,7 +65,8 @@ class ModelConfig(settings.ModelConfig):
     embedding_scaled: bool = False
     """Whether the embedding is multiplied by √d_model (Gemma)."""
     activation: str = one_of(("silu", "gelu", "clamped"), default="silu")
-    """Activation of the MLP: silu; gelu, approximated by tanh (Gemma); or clamped, as `gated` says (gpt-oss)."""
+    """Activation of the MLP: silu; gelu, approximated by tanh (Gemma); or clamped, as `gated` says
+    (gpt-oss)."""
 
     dims: ClassVar[dict[str, str]] = settings.ModelConfig.dims | {"D_g": "query_and_gate"}
 
@@ -97,14 +100,23 @@ class ModelConfig(settings.ModelConfig):
         """Raises ValueError for settings that contradict each other."""
         super().check(seq_len)
         if self.full_every and not self.window:
-            raise ValueError(f"model.full_every is {self.full_every}, but no layer has a window; set model.window.")
+            raise ValueError(
+                f"model.full_every is {self.full_every}, but no layer has a window; set "
+                "model.window."
+            )
         if self.gated and self.qkv_bias:
-            raise ValueError("model.gated and model.qkv_bias are both true; gated queries have no bias: choose one.")
+            raise ValueError(
+                "model.gated and model.qkv_bias are both true; gated queries have no bias: choose "
+                "one."
+            )
         if self.qk_norm and self.qk_norm_all:
-            raise ValueError("model.qk_norm and model.qk_norm_all are both true; heads are normed once: choose one.")
+            raise ValueError(
+                "model.qk_norm and model.qk_norm_all are both true; heads are normed once: choose "
+                "one."
+            )
 
 
-# ---- weights ----------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 @pytree_dataclass
@@ -144,15 +156,25 @@ class Weights:
     unembed: unembedding["V/t/p M/fsdp if not tied_embeddings"]
 
 
-OFFSET = ["attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm", "final_norm"]
+OFFSET = [
+    "attention_norm",
+    "mlp_norm",
+    "attention_out_norm",
+    "mlp_out_norm",
+    "q_norm",
+    "k_norm",
+    "final_norm",
+]
 """The norms that model.norm_offset changes: they begin at 0."""
 
 
-# ---- the model --------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Hidden entries of an MLP, in f32. clamped is gpt-oss's: gate·σ(1.702·gate)·(up + 1), each at most 7 before."""
+    """Hidden entries of an MLP, in f32. clamped is gpt-oss's: gate·σ(1.702·gate)·(up + 1), each at
+    most 7 before.
+    """
     gate = jnp.float32(gate)
     if activation != "clamped":
         return {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[activation](gate) * up
@@ -176,7 +198,9 @@ def gated_mlp(
     gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_gate))
     up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up))
     hidden: act["B/b L/c F/t"] = gated(activation, gate, up).astype(x.dtype)
-    out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", save_for_backward(hidden, cheap=True), w_down)
+    out = shardops.matmul(
+        "B/b L/c F/t, F/t M -> B/b L/c M +t", save_for_backward(hidden, cheap=True), w_down
+    )
     return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
 
@@ -188,7 +212,10 @@ class Model:
     def __init__(self, config: ModelConfig):
         self.config = config
         self.table = table_of(
-            self.Weights, config, lambda fan_in: config.weight_init_scale / fan_in**0.5, self.changes()
+            self.Weights,
+            config,
+            lambda fan_in: config.weight_init_scale / fan_in**0.5,
+            self.changes(),
         )
         self.period = config.period
 
@@ -197,17 +224,30 @@ class Model:
         c = self.config
         changes: dict[str, dict] = {name: {"mean": 0.0} for name in OFFSET if c.norm_offset}
         std = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
-        return changes | {"embed": {"std": std, "kind": "unembedding" if c.tied_embeddings else "embedding"}}
+        return changes | {
+            "embed": {"std": std, "kind": "unembedding" if c.tied_embeddings else "embedding"}
+        }
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the cosines and sines of RoPE in layers without a window, and with one."""
-        config = dataclasses.replace(self.config, d_head=int(self.config.d_head * self.config.rotary_share))
-        other = {"rope_base": config.window_rope_base, "rope_scaling": None} if config.window_rope_base else {}
-        tables = [rope.tables(x, tokens.row_positions) for x in (config, dataclasses.replace(config, **other))]
+        config = dataclasses.replace(
+            self.config, d_head=int(self.config.d_head * self.config.rotary_share)
+        )
+        other = (
+            {"rope_base": config.window_rope_base, "rope_scaling": None}
+            if config.window_rope_base
+            else {}
+        )
+        tables = [
+            rope.tables(x, tokens.row_positions)
+            for x in (config, dataclasses.replace(config, **other))
+        ]
         return dataclasses.replace(tokens, shared=tables)
 
     def window_at(self, place: int) -> int | None:
-        """Positions that a query sees in the layer at this place of its period; None: all before it."""
+        """Positions that a query sees in the layer at this place of its period; None: all before
+        it.
+        """
         full = self.config.full_every and (place + 1) % self.config.full_every == 0
         return None if full else self.config.window
 
@@ -216,7 +256,11 @@ class Model:
         config = self.config
         window = self.window_at(place)
         return masks.AttentionMask(
-            mask_mod=(masks.causal, masks.same_document, *([masks.Window(window)] if window else [])),
+            mask_mod=(
+                masks.causal,
+                masks.same_document,
+                *([masks.Window(window)] if window else []),
+            ),
             score_mod=masks.SoftCap(config.attention_softcap) if config.attention_softcap else None,
             scale=config.attention_scalar**-0.5 if config.attention_scalar else None,
         )
@@ -225,7 +269,8 @@ class Model:
     def embed(self, w: Weights, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
         embed = shardops.all_gather("V/t/p M/fsdp -> V/t/p M", w.embed)
-        # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
+        # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would
+        # round.
         embed = embed.astype(jnp.float32)
         x = shardops.index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
         x = shardops.psum_scatter("B/b L/c M +t +p -> B/b L/c/t M +p", x.astype(act.dtype))
@@ -240,7 +285,10 @@ class Model:
         at_rest: str = "M/t/fsdp",
         epsilon: float | None = None,
     ) -> jax.Array:
-        """RMSNorm over the last dim, in f32; without a weight, `x` itself. `epsilon` replaces norm_epsilon."""
+        """RMSNorm over the last dim, in f32; without a weight, `x` itself.
+
+        `epsilon` replaces norm_epsilon.
+        """
         if weight is None:
             return x
         weight = shardops.all_gather(f"{at_rest} -> {dims[-1]}", weight)
@@ -251,7 +299,9 @@ class Model:
         return (unit + scaled if self.config.norm_offset else scaled).astype(x.dtype)
 
     @typed
-    def layer(self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
+    def layer(
+        self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention
+    ) -> act["B/b L/c/t M"]:
         """One transformer layer."""
         attended = save_for_backward(x + self.attend(x, w, tokens, attention))
         nx = self.normed(attended, w.mlp_norm)
@@ -259,7 +309,9 @@ class Model:
         return attended + self.normed(out, w.mlp_out_norm)
 
     @typed
-    def attend(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
+    def attend(
+        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
+    ) -> act["B/b L/c/t M"]:
         """Output of the attention of a layer, which is added to the residual stream."""
         every = self.config.no_rope_every
         at = "B/b L/c"
@@ -293,9 +345,13 @@ class Model:
         if sinks is not None:  # each device of c uses a copy for its own queries
             sinks = shardops.all_gather("K/t Q/fsdp -> K/t Q *fsdp", sinks)
             sinks = shardops.broadcast("K/t Q *fsdp -> B/b K/t Q *c", sinks)
-        attended = save_for_backward(attention(q, k, v, self.mask_at(tokens.index_in_period), sinks=sinks))
+        attended = save_for_backward(
+            attention(q, k, v, self.mask_at(tokens.index_in_period), sinks=sinks)
+        )
         if gate is not None:
-            attended = (attended * jax.nn.sigmoid(jnp.float32(save_for_backward(gate)))).astype(x.dtype)
+            attended = (attended * jax.nn.sigmoid(jnp.float32(save_for_backward(gate)))).astype(
+                x.dtype
+            )
         w_o = shardops.all_gather("K/t Q D M/fsdp -> K/t Q D M", w.w_o)
         out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w_o)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
@@ -305,15 +361,21 @@ class Model:
         return self.normed(out, w.attention_out_norm)
 
     def head_norm(self, heads: str, x: jax.Array, weight: Any, of_all: Any = None) -> jax.Array:
-        """RMSNorm of each head of queries or keys by `weight`, or of all together by `of_all`, if it has the weight."""
+        """RMSNorm of each head of queries or keys by `weight`, or of all together by `of_all`, if
+        it has the weight.
+        """
         if of_all is None:
             return self.normed(x, weight, heads, at_rest="D/t/fsdp")
         product = shardops.einsum_unreduced
         position = "B/b L/c"
         x32 = jnp.float32(x)
-        square = shardops.psum(f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.square(x32)))
+        square = shardops.psum(
+            f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.square(x32))
+        )
         mean = square / (math.prod(x.shape[2:]) * shardops.axis_size("t"))
-        scale = shardops.replicate(f"{position} -> {position} *t", lax.rsqrt(mean + self.config.norm_epsilon))
+        scale = shardops.replicate(
+            f"{position} -> {position} *t", lax.rsqrt(mean + self.config.norm_epsilon)
+        )
         scaled = product(f"{heads}, {position} -> {heads}", x32, scale)
         dims = heads.removeprefix(position)
         of_all = shardops.all_gather(f"{dims}/fsdp -> {dims}", of_all)
@@ -323,7 +385,15 @@ class Model:
     def logits(self, w: Weights, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
         """Logits of the token after each position."""
         softcap = self.config.logit_softcap
-        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.final_norm, at_rest="M/t/fsdp/p"))
-        unembed = shardops.all_gather("V/t/p M/fsdp -> V/t/p M", w.embed if w.unembed is None else w.unembed)
+        nx = shardops.all_gather(
+            "B/b L/c/t M -> B/b L/c M", self.normed(x, w.final_norm, at_rest="M/t/fsdp/p")
+        )
+        unembed = shardops.all_gather(
+            "V/t/p M/fsdp -> V/t/p M", w.embed if w.unembed is None else w.unembed
+        )
         logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
-        return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)
+        return (
+            logits
+            if softcap is None
+            else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)
+        )

@@ -1,10 +1,12 @@
-"""GPT-2 (Radford et al. 2019), a second model for train.py. The setting `model.module: gpt2` chooses it.
+"""GPT-2 (Radford et al. 2019), a second model for train.py.
+
+The setting `model.module: gpt2` chooses it.
 
     python -m train --config-name=gpt2_124m
 
-It has learned positions, LayerNorm with biases, GELU, one table for embedding and output, and dropout. Dims and axes
-are those of train.py, and P, the learned positions. A model has these parts: its settings (ModelConfig), its weights,
-its math (Model), and the exchange with Hugging Face.
+It has learned positions, LayerNorm with biases, GELU, one table for embedding and output, and
+dropout. Dims and axes are those of train.py, and P, the learned positions. A model has these parts:
+its settings (ModelConfig), its weights, its math (Model), and the exchange with Hugging Face.
 """
 
 import dataclasses
@@ -44,11 +46,13 @@ class ModelConfig:
     heads: int = within(1, 2**24, 12)
     """Sharded over t. Each has d_model / heads entries."""
     dropout: float = within(0, 1, 0.0, TUNABLE)
-    """Probability, in [0, 1), that an entry of embeddings, attention weights and layer outputs is 0 while training."""
+    """Probability, in [0, 1), that an entry of embeddings, attention weights and layer outputs is 0
+    while training."""
     norm_epsilon: float = at_least_0(1e-5)
     """Added to the variance under the root of LayerNorm (arXiv 1607.06450)."""
     init_std: float = at_least_0(0.02, TUNABLE)
-    """Standard deviation of matrices and tables at init; divided by √(2·layers) for w_o and w_down."""
+    """Standard deviation of matrices and tables at init; divided by √(2·layers) for w_o and
+    w_down."""
     bos_id: int = 50256
     """Token id before the first of each document: <|endoftext|>."""
 
@@ -72,14 +76,22 @@ class ModelConfig:
         return 4 * self.d_model
 
     def check(self, seq_len: int) -> None:
-        """Raises ValueError if `heads` do not divide `d_model`, and for sequences longer than `positions`."""
+        """Raises ValueError if `heads` do not divide `d_model`, and for sequences longer than
+        `positions`.
+        """
         if self.d_model % self.heads:
-            raise ValueError(f"model.d_model is {self.d_model}; it must be a multiple of model.heads = {self.heads}.")
+            raise ValueError(
+                f"model.d_model is {self.d_model}; it must be a multiple of model.heads = "
+                f"{self.heads}."
+            )
         if seq_len > self.positions:
-            raise ValueError(f"sequences have {seq_len} tokens, but model.positions is {self.positions}; raise it.")
+            raise ValueError(
+                f"sequences have {seq_len} tokens, but model.positions is {self.positions}; raise "
+                "it."
+            )
 
 
-# ---- weights ----------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 @pytree_dataclass
@@ -115,12 +127,16 @@ class GPT2:
     final_bias: bias["M/p", f32]
 
 
-# ---- forward pass -----------------------------------------------------------------------------------------------
+# ---- forward pass --------------------------------------------------------------------------------
 
 
 @typed
-def layer_norm(x: act["B/b L/c/t M"], gain: f32["M"], bias: f32["M"], epsilon: float) -> act["B/b L/c/t M"]:
-    """LayerNorm of each position (arXiv 1607.06450), in f32: mean 0 and variance 1, times the gain, plus the bias."""
+def layer_norm(
+    x: act["B/b L/c/t M"], gain: f32["M"], bias: f32["M"], epsilon: float
+) -> act["B/b L/c/t M"]:
+    """LayerNorm of each position (arXiv 1607.06450), in f32: mean 0 and variance 1, times the gain,
+    plus the bias.
+    """
     x32 = jnp.float32(x)
     centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     normed = centered * lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
@@ -137,12 +153,15 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
     if keys is None:
         return x
     trailing = x.shape[keys.ndim :]
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, trailing))(keys.reshape(-1)).reshape(x.shape)
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, trailing))(
+        keys.reshape(-1)
+    ).reshape(x.shape)
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
 def keys_at(keys: jax.Array | None, site: int, count: int, axes: str = "c t") -> jax.Array | None:
-    """Keys [B, count] of this device's own positions or heads, which do not depend on the mesh or on microbatches.
+    """Keys [B, count] of this device's own positions or heads, which do not depend on the mesh or
+    on microbatches.
 
     Args:
         keys: key of each sequence of this device, in this layer; None without dropout.
@@ -152,7 +171,9 @@ def keys_at(keys: jax.Array | None, site: int, count: int, axes: str = "c t") ->
     """
     if keys is None:
         return None
-    device = functools.reduce(lambda i, axis: i * shardops.axis_size(axis) + shardops.axis_index(axis), axes.split(), 0)
+    device = functools.reduce(
+        lambda i, axis: i * shardops.axis_size(axis) + shardops.axis_index(axis), axes.split(), 0
+    )
     index = device * count + jnp.arange(count)
 
     def fold_in(key):
@@ -176,17 +197,22 @@ class Model:
     @typed
     def embed(self, w: GPT2, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
-        # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
+        # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would
+        # round.
         embed = shardops.all_gather("V/t/p M/fsdp -> V/t/p M", w.embed).astype(jnp.float32)
         positions = shardops.all_gather("P/t/p M/fsdp -> P/t/p M", w.positions)
         x = shardops.index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
-        x = x + shardops.index_unreduced("[P/t/p] M, B/b L/c -> B/b L/c M +t +p", positions, tokens.positions)
+        x = x + shardops.index_unreduced(
+            "[P/t/p] M, B/b L/c -> B/b L/c M +t +p", positions, tokens.positions
+        )
         x = shardops.psum_scatter("B/b L/c M +t +p -> B/b L/c/t M +p", x.astype(act.dtype))
         x = shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)
         return dropout(x, self.config.dropout, keys_at(tokens.keys, 3, x.shape[1]))
 
     @typed
-    def layer(self, x: act["B/b L/c/t M"], w: GPT2Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
+    def layer(
+        self, x: act["B/b L/c/t M"], w: GPT2Layer, tokens: Tokens, attention: Attention
+    ) -> act["B/b L/c/t M"]:
         """One transformer layer."""
         gather, broadcast = shardops.all_gather, shardops.broadcast
         rate = self.config.dropout
@@ -247,7 +273,7 @@ class Model:
         return shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
 
 
-# ---- exchange with transformers: docs/huggingface.md describes the two functions ---------------------------------
+# ---- exchange with transformers: docs/huggingface.md describes the two functions -----------------
 
 _SETTINGS = {
     "vocab": "vocab_size",
@@ -299,7 +325,10 @@ _NAMES = Names(
 
 
 def to_huggingface(weights: GPT2, c: ModelConfig) -> tuple[dict, dict[str, np.ndarray]]:
-    """Content of config.json and tensors of a GPT2LMHeadModel. Raises ValueError for weights that it does not have."""
+    """Content of config.json and tensors of a GPT2LMHeadModel.
+
+    Raises ValueError for weights that it does not have.
+    """
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
     config |= {theirs: getattr(c, ours) for ours, theirs in _SETTINGS.items()}
     config |= {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout, "n_inner": c.d_ff}
@@ -310,14 +339,22 @@ def from_huggingface(config: dict, tensors: Mapping) -> tuple[ModelConfig, GPT2]
     """The model section and the weights of a GPT2LMHeadModel or GPT2Model.
 
     Raises:
-        ValueError: config.json has other math or a value out of range, or a tensor is missing or unknown.
+        ValueError: config.json has other math or a value out of range, or a tensor is missing or
+            unknown.
     """
     dropout_rate = config["resid_pdrop"]
-    if others := [name for name in ("attn_pdrop", "embd_pdrop") if config.get(name, dropout_rate) != dropout_rate]:
+    if others := [
+        name
+        for name in ("attn_pdrop", "embd_pdrop")
+        if config.get(name, dropout_rate) != dropout_rate
+    ]:
         raise ValueError(
-            f"config.json: {others[0]} is {config[others[0]]} and resid_pdrop {dropout_rate}; make them the same."
+            f"config.json: {others[0]} is {config[others[0]]} and resid_pdrop {dropout_rate}; make "
+            "them the same."
         )
-    check_fixed(config, _FIXED | {"n_inner": None if config["n_inner"] is None else 4 * config["n_embd"]})
+    check_fixed(
+        config, _FIXED | {"n_inner": None if config["n_inner"] is None else 4 * config["n_embd"]}
+    )
     settings = {ours: config[theirs] for ours, theirs in _SETTINGS.items()}
     c = ModelConfig(**settings, bos_id=config["bos_token_id"])
     check_ranges("config.json, as a run has it: model", c)

@@ -1,14 +1,16 @@
-"""Latent attention, as in DeepSeek-V3 (MLA, arXiv 2405.04434 and 2412.19437), in the model of moe.py.
+"""Latent attention, as in DeepSeek-V3 (MLA, arXiv 2405.04434 and 2412.19437), in the model of
+moe.py.
 
     python -m tools.huggingface_to_checkpoint model=<one of that kind> output=runs/<name>
 
-The keys and values of all heads are computed from one latent vector of each position. A second vector, which RoPE
-turns, is the rest of each head's key. While text is sampled, a layer keeps these two. Dims and axes are those of
-moe.py, and
+The keys and values of all heads are computed from one latent vector of each position. A second
+vector, which RoPE turns, is the rest of each head's key. While text is sampled, a layer keeps these
+two. Dims and axes are those of moe.py, and
 
   A  latent vector of queries                 W  entries of a value
-  R  latent vector of keys and values         T  entries of a query or key that RoPE turns, its last ones
-  Z  R + T                                    Y  entries of a head made of R: those of a key that are not turned, and W
+  R  latent vector of keys and values         T  entries of a query or key that RoPE turns, its last
+  ones Z  R + T                                    Y  entries of a head made of R: those of a key
+  that are not turned, and W
 """
 
 import dataclasses
@@ -29,20 +31,32 @@ from shardwright.models import family, moe
 
 EPSILON = 1e-6
 """Added to the mean square in the norms of latent vectors, whatever model.norm_epsilon is."""
-OTHERS = ("qkv_bias", "out_bias", "gated", "sinks", "qk_norm", "qk_norm_all", "norm_offset", "no_rope_every")
+OTHERS = (
+    "qkv_bias",
+    "out_bias",
+    "gated",
+    "sinks",
+    "qk_norm",
+    "qk_norm_all",
+    "norm_offset",
+    "no_rope_every",
+)
 """Settings of family.py that are for its own attention."""
 
 
 @dataclasses.dataclass
 class ModelConfig(moe.ModelConfig):
-    """Settings of moe.py, and of latent attention. `d_head` counts the entries of a query or key, turned or not."""
+    """Settings of moe.py, and of latent attention.
+
+    `d_head` counts the entries of a query or key, turned or not.
+    """
 
     module: str = "mla"
     kv_rank: int = within(1, 2**16, kw_only=True)
     """Entries of the latent vector of keys and values. A multiple of c·d·e devices."""
     q_rank: int | None = within(1, 2**16, None)
-    """Entries of a latent vector of queries. A multiple of c·d·e devices. Null: queries come from the residual
-    stream."""
+    """Entries of a latent vector of queries. A multiple of c·d·e devices. Null: queries come from
+    the residual stream."""
     d_turned: int = within(2, 2**16, kw_only=True)
     """Entries of a query or key that RoPE turns, its last ones; even."""
     d_value: int = within(1, 2**16, kw_only=True)
@@ -84,20 +98,28 @@ class ModelConfig(moe.ModelConfig):
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other."""
         super().check(seq_len)
-        defaults = {field.name: field.default for field in dataclasses.fields(self)} | {"rotary_share": 1.0}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)} | {
+            "rotary_share": 1.0
+        }
         for name in (*OTHERS, "window_rope_base", "rotary_share"):
             if getattr(self, name) != defaults[name]:
                 raise ValueError(
-                    f"model.{name} is {getattr(self, name)}, which latent attention does not have; set it to "
-                    f"{defaults[name]}."
+                    f"model.{name} is {getattr(self, name)}, which latent attention does not have; "
+                    f"set it to {defaults[name]}."
                 )
         if self.n_q_per_kv != 1:
-            raise ValueError(f"model.n_q_per_kv is {self.n_q_per_kv}; each head has a key of its own: set it to 1.")
+            raise ValueError(
+                f"model.n_q_per_kv is {self.n_q_per_kv}; each head has a key of its own: set it to "
+                "1."
+            )
         if self.d_turned >= self.d_head:
-            raise ValueError(f"model.d_turned is {self.d_turned}; it must be less than model.d_head = {self.d_head}.")
+            raise ValueError(
+                f"model.d_turned is {self.d_turned}; it must be less than model.d_head = "
+                f"{self.d_head}."
+            )
 
 
-# ---- weights ----------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 @pytree_dataclass
@@ -151,7 +173,7 @@ class State:
     kv: Latents
 
 
-# ---- the model --------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 class Model(moe.Model):
@@ -162,7 +184,9 @@ class Model(moe.Model):
     config: ModelConfig
 
     def prepare(self, tokens: Tokens) -> Tokens:
-        """Adds the cosines and sines of RoPE for the queries of a device, and for its share of the keys."""
+        """Adds the cosines and sines of RoPE for the queries of a device, and for its share of the
+        keys.
+        """
         of_turned = dataclasses.replace(self.config, d_head=self.config.d_turned)
         own = shardops.shard("B/b L/c -> B/b L/c/t", tokens.positions)
         shared = [rope.tables(of_turned, positions) for positions in (tokens.row_positions, own)]
@@ -178,7 +202,9 @@ class Model(moe.Model):
         return dataclasses.replace(mask, scale=mask.scale_of(self.config.d_head) * factor**2)
 
     @typed
-    def attend(self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
+    def attend(
+        self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention
+    ) -> act["B/b L/c/t M"]:
         """Output of the attention of a layer, which is added to the residual stream."""
         c = self.config
         angles, own_angles = tokens.shared
@@ -206,21 +232,31 @@ class Model(moe.Model):
             made = shardops.matmul("B/b L/c R, R K/t Y -> B/b L/c K/t Y", kept.latent, w_kv)
             plain, v = jnp.split(made, [c.d_plain], axis=-1)
             turned = shardops.broadcast("B/b L/c T -> B/b L/c K/t T", kept.turned)
-            return save_for_backward(jnp.concatenate([plain, turned], axis=-1)), save_for_backward(v)
+            return save_for_backward(jnp.concatenate([plain, turned], axis=-1)), save_for_backward(
+                v
+            )
 
         mask = self.mask_at(tokens.index_in_period)
         attended = attention.expand("kv", keys_and_values, q[..., None, :], kept, mask)[..., 0, :]
         w_o = shardops.all_gather("K/t W M/fsdp -> K/t W M", w.w_o)
-        out = shardops.matmul("B/b L/c K/t W, K/t W M -> B/b L/c M +t", save_for_backward(attended), w_o)
+        out = shardops.matmul(
+            "B/b L/c K/t W, K/t W M -> B/b L/c M +t", save_for_backward(attended), w_o
+        )
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
         return self.normed(out, w.attention_out_norm)
 
     def latent(self, nx: jax.Array, weight: Any, norm: Any, dim: str) -> jax.Array:
-        """The normed latent vector of each position, of which each device of t computes its share."""
+        """The normed latent vector of each position, of which each device of t computes its
+        share.
+        """
         weight = shardops.all_gather(f"M/t/fsdp {dim} -> M {dim}", weight)
-        return self.latent_norm(shardops.matmul(f"B/b L/c/t M, M {dim} -> B/b L/c/t {dim}", nx, weight), norm, dim)
+        return self.latent_norm(
+            shardops.matmul(f"B/b L/c/t M, M {dim} -> B/b L/c/t {dim}", nx, weight), norm, dim
+        )
 
     def latent_norm(self, x: jax.Array, weight: Any, dim: str) -> jax.Array:
         """RMSNorm of latent vectors, which are then gathered over t."""
-        normed = save_for_backward(self.normed(x, weight, f"B/b L/c/t {dim}", f"{dim}/t/fsdp", EPSILON))
+        normed = save_for_backward(
+            self.normed(x, weight, f"B/b L/c/t {dim}", f"{dim}/t/fsdp", EPSILON)
+        )
         return shardops.all_gather(f"B/b L/c/t {dim} -> B/b L/c {dim}", normed)

@@ -1,16 +1,18 @@
-"""Mixture of experts: the model of family.py with many MLPs, of which a router chooses a few for each token.
+"""Mixture of experts: the model of family.py with many MLPs, of which a router chooses a few for
+each token.
 
     python -m train --config-name=local_experts
 
-Attention is that of family.py, the Llama's without its switches. Dims and axes are those of train.py, and
+Attention is that of family.py, the Llama's without its switches. Dims and axes are those of
+train.py, and
 
   E  experts, sharded over e                      C  slots of a pool for the tokens of one sequence
   P  pools of experts, sharded over e             N  experts of a pool
   F  hidden width of an expert                    H  hidden width of the shared experts together
   I  hidden width of the MLP in a layer without experts
 
-A sequence is the group of tokens that shares the slots of a pool. Neither knows of devices: the same tokens are dropped
-on every mesh. docs/parallelism.md shows how to use it.
+A sequence is the group of tokens that shares the slots of a pool. Neither knows of devices: the
+same tokens are dropped on every mesh. docs/parallelism.md shows how to use it.
 """
 
 import dataclasses
@@ -34,8 +36,8 @@ from shardwright.modeling.weights import bias, experts, matrix
 from shardwright.models import family
 
 SLOTS = 8
-"""The slots of a pool for a sequence are a multiple of this, or of the length of sequences, which the devices of c
-and t divide: else their number would depend on the mesh."""
+"""The slots of a pool for a sequence are a multiple of this, or of the length of sequences, which
+the devices of c and t divide: else their number would depend on the mesh."""
 
 
 @dataclasses.dataclass
@@ -48,39 +50,45 @@ class ModelConfig(family.ModelConfig):
     experts_per_token: int = within(1, 2**16, kw_only=True)
     """Experts that the router chooses for each token."""
     scores: str = one_of(("softmax", "sigmoid"), default="softmax")
-    """Scores of the experts, from the router's logits: softmax over the experts, or sigmoid of each."""
+    """Scores of the experts, from the router's logits: softmax over the experts, or sigmoid of
+    each."""
     normalize: bool = True
-    """Whether the weights of a token's experts, which are their scores, are divided by their sum."""
+    """Whether the weights of a token's experts, which are their scores, are divided by their
+    sum."""
     weight_scale: float = above_0(1.0)
     """Factor on the weights of a token's experts."""
     groups: int = within(1, 2**16, 1)
-    """Groups of experts, in their order, of which a token chooses some before it chooses experts in them (arXiv
-    2412.19437). The score of a group is the sum of its two highest scores."""
+    """Groups of experts, in their order, of which a token chooses some before it chooses experts in
+    them (arXiv 2412.19437). The score of a group is the sum of its two highest scores."""
     groups_per_token: int = within(1, 2**16, 1)
     """Groups that the router chooses for each token."""
     correction_bias: bool = False
-    """Whether a learned bias is added to the scores of experts for choosing them, not for their weights. Its gradient
-    is `bias_rate` times what an expert's share of the choices exceeds the mean by (arXiv 2408.15664)."""
+    """Whether a learned bias is added to the scores of experts for choosing them, not for their
+    weights. Its gradient is `bias_rate` times what an expert's share of the choices exceeds the
+    mean by (arXiv 2408.15664)."""
     bias_rate: float = at_least_0(1e-3, TUNABLE)
     """Factor on the gradient of the correction bias. AdamW divides a gradient by its size."""
     shared_experts: int = within(0, 2**16, 0)
-    """Experts that every token has, beside those that the router chooses: one MLP of so many times d_ff."""
+    """Experts that every token has, beside those that the router chooses: one MLP of so many times
+    d_ff."""
     shared_scored: bool = False
-    """Whether the output of the shared experts is multiplied by a score of the token: σ of its product with a learned
-    vector (Qwen2-MoE)."""
+    """Whether the output of the shared experts is multiplied by a score of the token: σ of its
+    product with a learned vector (Qwen2-MoE)."""
     dense_layers: int = within(0, 2**16, 0)
     """Layers with one MLP that run before those with experts, which model.layers counts."""
     dense_d_ff: int | None = within(1, 2**24, None)
     """Hidden width of the MLP in these layers. Sharded over t. Null: d_ff."""
     pools: int | None = within(1, 2**16, None, TUNABLE)
-    """Pools of experts, in their order, as many in each: those of a pool share its slots. Null: each has its own."""
+    """Pools of experts, in their order, as many in each: those of a pool share its slots. Null:
+    each has its own."""
     capacity_factor: float | None = above_0(None, TUNABLE)
-    """Slots of a pool for each sequence, over those that it would fill if all experts were chosen equally often.
-    A choice that finds no slot is dropped. Null: none is, and each expert computes all tokens. Only training drops:
-    validation and sampling have slots for all choices."""
+    """Slots of a pool for each sequence, over those that it would fill if all experts were chosen
+    equally often. A choice that finds no slot is dropped. Null: none is, and each expert computes
+    all tokens. Only training drops: validation and sampling have slots for all choices."""
     balance_loss: float = at_least_0(0.0, TUNABLE)
-    """Factor on the loss that balances experts: experts · Σ (choices for a token) · (mean score), of each sequence
-    (arXiv 2101.03961), whose mean counts a sequence by its tokens. In arXiv 2412.19437 it is 1/experts_per_token."""
+    """Factor on the loss that balances experts: experts · Σ (choices for a token) · (mean score),
+    of each sequence (arXiv 2101.03961), whose mean counts a sequence by its tokens. In arXiv
+    2412.19437 it is 1/experts_per_token."""
     router_z_loss: float = at_least_0(0.0, TUNABLE)
     """Factor on the mean of log(Σ exp(router's logits))² (arXiv 2202.08906)."""
     expert_bias: bool = False
@@ -112,37 +120,48 @@ class ModelConfig(family.ModelConfig):
         """Raises ValueError for settings that contradict each other."""
         super().check(seq_len)
         if self.shared_scored and not self.shared_experts:
-            raise ValueError("model.shared_scored is true, but model.shared_experts is 0: there is nothing to score.")
+            raise ValueError(
+                "model.shared_scored is true, but model.shared_experts is 0: there is nothing to "
+                "score."
+            )
         per_group = self.experts // self.groups
         if self.experts % self.groups or self.groups_per_token > self.groups:
             raise ValueError(
-                f"model.groups is {self.groups}, of which a token has {self.groups_per_token}; it must divide "
-                f"model.experts = {self.experts}, and be no less than model.groups_per_token."
+                f"model.groups is {self.groups}, of which a token has {self.groups_per_token}; it "
+                f"must divide model.experts = {self.experts}, and be no less than "
+                "model.groups_per_token."
             )
         if self.dense_layers and self.period > 1:
             raise ValueError(
-                f"model.dense_layers is {self.dense_layers}, but model.full_every or model.no_rope_every makes layers "
-                "differ; set both to null, or dense_layers to 0."
+                f"model.dense_layers is {self.dense_layers}, but model.full_every or "
+                f"model.no_rope_every makes layers differ; set both to null, or dense_layers to 0."
             )
         if self.experts % (self.pools or 1):
-            raise ValueError(f"model.pools is {self.pools}; it must divide model.experts = {self.experts}.")
+            raise ValueError(
+                f"model.pools is {self.pools}; it must divide model.experts = {self.experts}."
+            )
         if self.experts_per_token > self.groups_per_token * per_group:
             raise ValueError(
-                f"model.experts_per_token is {self.experts_per_token}, but the groups of a token have only "
-                f"{self.groups_per_token * per_group} experts."
+                f"model.experts_per_token is {self.experts_per_token}, but the groups of a token "
+                f"have only {self.groups_per_token * per_group} experts."
             )
 
     def slots(self, length: int) -> int | None:
-        """Slots of a pool for a sequence of `length` tokens; None where all experts compute all tokens."""
+        """Slots of a pool for a sequence of `length` tokens; None where all experts compute all
+        tokens.
+        """
         if self.capacity_factor is None:
             return None
         pools = self.pools or self.experts
-        slots = SLOTS * math.ceil(self.capacity_factor * length * self.experts_per_token / pools / SLOTS)
-        most = length * min(self.experts_per_token, self.experts // pools)  # what a sequence can fill
+        slots = SLOTS * math.ceil(
+            self.capacity_factor * length * self.experts_per_token / pools / SLOTS
+        )
+        # what a sequence can fill
+        most = length * min(self.experts_per_token, self.experts // pools)
         return min(slots, most) if slots < most or pools < self.experts else None
 
 
-# ---- weights ----------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 @pytree_dataclass
@@ -191,7 +210,7 @@ class Weights(family.Weights):
     dense: Array["dense *p", Dense] | None
 
 
-# ---- router -----------------------------------------------------------------------------------------------------
+# ---- router --------------------------------------------------------------------------------------
 
 
 @pytree_dataclass
@@ -209,14 +228,17 @@ class Routing:
 @typed
 def route(x: act["B/b L/c/t M"], w: Experts, config: ModelConfig) -> Routing:
     """Chooses the experts of each position. Each device routes its own positions."""
-    product = functools.partial(jnp.einsum, precision="highest")  # else GPUs and TPUs round the operands
+    # else GPUs and TPUs round the operands
+    product = functools.partial(jnp.einsum, precision="highest")
     spec = "B/b L/c/t M, M E -> B/b L/c/t E"
     router = shardops.all_gather("M/t/fsdp E -> M E", w.router)
     logits = shardops.einsum_unreduced(spec, jnp.float32(x), router, product=product)
     if w.b_router is not None:
         b_router = shardops.all_gather("E/t/fsdp -> E", w.b_router)
         logits = logits + shardops.broadcast("E -> B/b L/c/t E", b_router)
-    scores = jax.nn.softmax(logits, axis=-1) if config.scores == "softmax" else jax.nn.sigmoid(logits)
+    scores = (
+        jax.nn.softmax(logits, axis=-1) if config.scores == "softmax" else jax.nn.sigmoid(logits)
+    )
     ranked = lax.stop_gradient(scores)
     if w.router_bias is not None:
         router_bias = shardops.all_gather("E/t/fsdp -> E", w.router_bias)
@@ -234,12 +256,14 @@ def route(x: act["B/b L/c/t M"], w: Experts, config: ModelConfig) -> Routing:
 
 
 def among_best(x: jax.Array, k: int) -> jax.Array:
-    """Whether each entry of x[…, N] is one of the k largest along N; of equal ones the first are."""
+    """Whether each entry of x[…, N] is one of the k largest along N; of equal ones the first
+    are.
+    """
     best = lax.top_k(x, k)[1]
     return jnp.any(best[..., None] == jnp.arange(x.shape[-1], dtype=best.dtype), axis=-2)
 
 
-# ---- experts ----------------------------------------------------------------------------------------------------
+# ---- experts -------------------------------------------------------------------------------------
 
 
 @typed
@@ -256,9 +280,13 @@ def mlp(
         if bias is None:
             return y
         bias = shardops.all_gather("E/e F/t/c/d -> E F/t", bias)
-        return y + shardops.index_unreduced("[E] F/t, P/e G/r/d C/c -> P/e G/r/d C/c F/t", bias, expert)
+        return y + shardops.index_unreduced(
+            "[E] F/t, P/e G/r/d C/c -> P/e G/r/d C/c F/t", bias, expert
+        )
 
-    hidden = family.gated(config.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)).astype(x.dtype)
+    hidden = family.gated(
+        config.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)
+    ).astype(x.dtype)
     down = "P/e G/r/d C/c F/t, P/e G/r/d C/c, (P/e N) F/t M -> P/e G/r/d C/c M +t"
     w_down = shardops.all_gather("E/e F/t M/c/d -> E/e F/t M", w.w_down)
     return shardops.grouped_product(down, save_for_backward(hidden, cheap=True), of_pool, w_down)
@@ -266,25 +294,39 @@ def mlp(
 
 @typed
 def in_slots(
-    x: act["B/b L/c/t M"], routing: Routing, counts: bool_["B/b L/c/t"], w: Experts, slots: int, config: ModelConfig
+    x: act["B/b L/c/t M"],
+    routing: Routing,
+    counts: bool_["B/b L/c/t"],
+    w: Experts,
+    slots: int,
+    config: ModelConfig,
 ) -> tuple[act["B/b L/c/t M"], f32[""]]:
-    """Weighted sum of the outputs of each position's experts, whose pools have `slots` slots for each sequence.
+    """Weighted sum of the outputs of each position's experts, whose pools have `slots` slots for
+    each sequence.
 
-    Also returns the number of choices that found a slot, on all devices, of positions that count. The first choices of
-    a sequence in a pool have its slots. Each device of c and t sends and receives its own slots of each sequence.
+    Also returns the number of choices that found a slot, on all devices, of positions that count.
+    The first choices of a sequence in a pool have its slots. Each device of c and t sends and
+    receives its own slots of each sequence.
     """
     n = config.experts // (config.pools or config.experts)
     k = config.experts_per_token
 
     def group_by_pool(x):
-        """Moves experts next to positions: a choice of a pool is its number in L N, of a position in an expert."""
+        """Moves experts next to positions: a choice of a pool is its number in L N, of a position
+        in an expert.
+        """
         return shardops.rearrange("B/b L (P N) -> B/b P (L N)", x, N=n)
 
-    chosen = group_by_pool(shardops.all_gather("B/b L/c/t E -> B/b L E", routing.chosen, replicated=True))
+    chosen = group_by_pool(
+        shardops.all_gather("B/b L/c/t E -> B/b L E", routing.chosen, replicated=True)
+    )
     length = shardops.size("L")
     choice = jnp.where(chosen, jnp.arange(length * n, dtype=jnp.int32), length * n)
-    # The choice in each slot; past the end, as its position in the sequence, in a slot that stays empty.
-    choice: i32["B/b P C/c/t"] = shardops.shard("B/b P C -> B/b P C/c/t", jnp.sort(choice, axis=-1)[..., :slots])
+    # The choice in each slot; past the end, as its position in the sequence, in a slot that stays
+    # empty.
+    choice: i32["B/b P C/c/t"] = shardops.shard(
+        "B/b P C -> B/b P C/c/t", jnp.sort(choice, axis=-1)[..., :slots]
+    )
     token = choice // n
     expert = choice % n + n * jnp.arange(config.experts // n, dtype=jnp.int32)[:, None]
 
@@ -300,13 +342,17 @@ def in_slots(
     expert = shardops.rearrange("G/b P C/c/t -> P G/b C/c/t", expert)
     expert = shardops.all_to_all("P G/b C/c/t -> P/e G/r/d C/c/t", expert)
     expert = shardops.all_gather("P/e G/r/d C/c/t -> P/e G/r/d C/c", expert, replicated=True)
-    out = shardops.psum_scatter("P/e G/r/d C/c M +t -> P/e G/r/d C/c/t M", mlp(received, expert, w, config))
+    out = shardops.psum_scatter(
+        "P/e G/r/d C/c M +t -> P/e G/r/d C/c/t M", mlp(received, expert, w, config)
+    )
     out = save_for_backward(shardops.all_to_all("P/e G/r/d C/c/t M -> P G/b C/c/t M", out))
     out = shardops.rearrange("P G/b C/c/t M -> G/b P C/c/t M", out)
     out = out if bias is None else out + bias
 
     weights = group_by_pool(shardops.all_gather("B/b L/c/t E -> B/b L E", routing.weights))
-    weights = shardops.take_rows("B/b P [J], B/b P C/c/t -> B/b P C/c/t", weights, choice, repeats=1)
+    weights = shardops.take_rows(
+        "B/b P [J], B/b P C/c/t -> B/b P C/c/t", weights, choice, repeats=1
+    )
     out = (out * weights[..., None]).astype(x.dtype)
     out = shardops.add_rows("B/b P C/c/t M, B/b P C/c/t -> B/b [L] M +c +t", out, token, repeats=k)
     counts = shardops.all_gather("B/b L/c/t -> B/b L", jnp.int32(counts), replicated=True)
@@ -317,8 +363,11 @@ def in_slots(
 
 
 @typed
-def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Experts, config: ModelConfig) -> act["B/b L/c/t M"]:
-    """Weighted sum of the outputs of each position's experts, where each expert computes all positions.
+def everywhere(
+    x: act["B/b L/c/t M"], routing: Routing, w: Experts, config: ModelConfig
+) -> act["B/b L/c/t M"]:
+    """Weighted sum of the outputs of each position's experts, where each expert computes all
+    positions.
 
     Nothing is dropped, and no position depends on another.
     """
@@ -335,7 +384,9 @@ def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Experts, config: Mode
         bias = shardops.all_gather("E/e F/t/c/d -> E/e F/t", bias)
         return y + shardops.broadcast("E/e F/t -> E/e B/r/d L/c F/t", bias)
 
-    hidden = family.gated(config.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)).astype(x.dtype)
+    hidden = family.gated(
+        config.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)
+    ).astype(x.dtype)
     hidden = product("E/e B/r/d L/c F/t, B/r/d L/c E/e -> E/e B/r/d L/c F/t", hidden, weights)
     w_down = shardops.all_gather("E/e F/t M/c/d -> E/e F/t M", w.w_down)
     out = product("E/e B/r/d L/c F/t, E/e F/t M -> B/r/d L/c M +t +e", hidden, w_down)
@@ -346,7 +397,7 @@ def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Experts, config: Mode
     return out + product("B/b L/c/t E, E M -> B/b L/c/t M", routing.weights.astype(x.dtype), b_down)
 
 
-# ---- losses and metrics -----------------------------------------------------------------------------------------
+# ---- losses and metrics --------------------------------------------------------------------------
 
 
 @typed
@@ -358,7 +409,10 @@ def aux_of(
     w: Experts,
     config: ModelConfig,
 ) -> LayerAux:
-    """Losses and metrics of a layer: means over the tokens that count. No mesh changes them, and no microbatches."""
+    """Losses and metrics of a layer: means over the tokens that count.
+
+    No mesh changes them, and no microbatches.
+    """
     total, product = shardops.psum, shardops.einsum_unreduced
     mask = jnp.float32(counts)
     chosen, shares = (mask[..., None] * x for x in (routing.chosen, routing.shares))
@@ -412,7 +466,9 @@ class Model(family.Model):
         return self.with_experts(attended, w, tokens)
 
     @typed
-    def with_experts(self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens) -> tuple[act["B/b L/c/t M"], LayerAux]:
+    def with_experts(
+        self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens
+    ) -> tuple[act["B/b L/c/t M"], LayerAux]:
         """What a layer does after attention."""
         config = self.config
         nx = self.normed(x, w.mlp_norm)
@@ -432,10 +488,14 @@ class Model(family.Model):
             out, filled = in_slots(nx, routing, counted, w, slots, config)
         filled = filled if tokens.training else None
         if config.shared_experts:
-            shared = family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, config.activation)
+            shared = family.gated_mlp(
+                nx, w.shared_gate, w.shared_up, w.shared_down, config.activation
+            )
             if w.shared_score is not None:
                 score = shardops.all_gather("M/t/fsdp 1 -> M 1", w.shared_score)
-                score = shardops.einsum_unreduced("B/b L/c/t M, M 1 -> B/b L/c/t 1", jnp.float32(nx), score)
+                score = shardops.einsum_unreduced(
+                    "B/b L/c/t M, M 1 -> B/b L/c/t 1", jnp.float32(nx), score
+                )
                 shared = (shared * jax.nn.sigmoid(score)).astype(x.dtype)
             out = out + shared
         aux = aux_of(routing, filled, counted, tokens.target_count, w, config)

@@ -1,4 +1,6 @@
-"""The learning rate of each step, and the algorithm, rate and decay by which each weight is updated."""
+"""The learning rate of each step, and the algorithm, rate and decay by which each weight is
+updated.
+"""
 
 import dataclasses
 import fnmatch
@@ -30,11 +32,14 @@ TAKES = {
 """Arguments of the functions that settings may name in the user's own files."""
 
 
-def learning_rate(step: i32[""], c: OptimizerConfig, schedule_step: f32[""] | None = None) -> f32[""]:
-    """Learning rate of a step: linear warmup to the peak at warmup_steps, then c.schedule to the floor.
+def learning_rate(
+    step: i32[""], c: OptimizerConfig, schedule_step: f32[""] | None = None
+) -> f32[""]:
+    """Learning rate of a step: linear warmup to the peak at warmup_steps, then c.schedule to the
+    floor.
 
-    With training.minutes, the schedule is at `schedule_step`, and only the warmup goes by steps. A function of the
-    user's own gives the fraction of the peak.
+    With training.minutes, the schedule is at `schedule_step`, and only the warmup goes by steps. A
+    function of the user's own gives the fraction of the peak.
     """
     step = jnp.float32(step)
     at = step if schedule_step is None else schedule_step
@@ -50,7 +55,10 @@ def learning_rate(step: i32[""], c: OptimizerConfig, schedule_step: f32[""] | No
 
 
 def _own_schedule(at: jax.Array, c: OptimizerConfig) -> jax.Array:
-    """The fraction of the peak by the user's own schedule. Raises ShardError if it gives no number."""
+    """The fraction of the peak by the user's own schedule.
+
+    Raises ShardError if it gives no number.
+    """
     schedule = named("schedule", c.schedule, {}, TAKES["schedule"])
     try:
         share = jnp.asarray(schedule(at, c), jnp.float32)
@@ -58,9 +66,10 @@ def _own_schedule(at: jax.Array, c: OptimizerConfig) -> jax.Array:
             raise TypeError(f"it returns an array of shape {share.shape}")
     except (TypeError, ValueError) as error:
         raise ShardError(
-            f"optimizer.schedule={c.schedule} gives no number for a step: {str(error).partition(chr(10))[0]}",
-            "write a function of (step, c), of which step is a traced f32 scalar, that returns one: jnp.where in place "
-            "of `if`",
+            f"optimizer.schedule={c.schedule} gives no number for a step: "
+            f"{str(error).partition(chr(10))[0]}",
+            "write a function of (step, c), of which step is a traced f32 scalar, that returns "
+            "one: jnp.where in place of `if`",
         ) from error
     return share
 
@@ -78,13 +87,14 @@ def check_schedule(c: OptimizerConfig, steps: int) -> None:
     if not np.isfinite(shares).all():
         first = int(at[~np.isfinite(shares)][0])
         raise ValueError(
-            f"optimizer.schedule={c.schedule} gives {shares[at == first][0]} at step {first} of {steps}; return a "
-            "finite number for each."
+            f"optimizer.schedule={c.schedule} gives {shares[at == first][0]} at step {first} of "
+            f"{steps}; return a finite number for each."
         )
 
 
 def averaged(state: Any, step: i32[""], c: Any) -> Any:
-    """Adds the weights after a step, counted from 0, to their average in a train.State, by training.eval_average.
+    """Adds the weights after a step, counted from 0, to their average in a train.State, by
+    training.eval_average.
 
     ema begins as the mean of all weights, so that the initial ones have no share in it.
     """
@@ -94,7 +104,9 @@ def averaged(state: Any, step: i32[""], c: Any) -> Any:
         share = 1 / jnp.float32(step % c.average_steps + 1)
     else:
         share = jnp.maximum(1 - 0.5 ** (1 / c.average_steps), 1 / jnp.float32(step + 1))
-    average = jax.tree.map(lambda old, w: (1 - share) * old + share * w, state.average, state.weights)
+    average = jax.tree.map(
+        lambda old, w: (1 - share) * old + share * w, state.average, state.weights
+    )
     return dataclasses.replace(state, average=average)
 
 
@@ -104,8 +116,8 @@ T = TypeVar("T")
 def row_major(g: T) -> T:
     """Gradients, each array of which a GPU stores in the order of its dims, as it does the weights.
 
-    XLA reduce-scatters `F M/d` as `M/d F`. Left in this order, the update of the weight would transpose it, and could
-    then not overwrite the weight and its moments.
+    XLA reduce-scatters `F M/d` as `M/d F`. Left in this order, the update of the weight would
+    transpose it, and could then not overwrite the weight and its moments.
     """
     if target_device().platform != "gpu":
         return g
@@ -165,7 +177,11 @@ def algorithms(c: OptimizerConfig, known: Mapping[str, T]) -> dict[str, T]:
 
 def _names_of_algorithms(c: OptimizerConfig) -> list[str]:
     """The optimizers that the settings name as module:function."""
-    return [name for name in (c.algorithm, *(group.algorithm or "" for group in c.groups)) if ":" in name]
+    return [
+        name
+        for name in (c.algorithm, *(group.algorithm or "" for group in c.groups))
+        if ":" in name
+    ]
 
 
 def loss_of(c: OptimizerConfig, known: Mapping[str, Callable]) -> Callable:
@@ -187,11 +203,16 @@ def loss_of(c: OptimizerConfig, known: Mapping[str, Callable]) -> Callable:
 
 
 def inputs_of_loss(c: OptimizerConfig) -> Mapping[str, Any]:
-    """Inputs of the dataset that a loss in the user's own file reads, with their dtypes: its attribute `inputs`."""
-    inputs = getattr(named("loss", c.loss, {}, TAKES["loss"]), "inputs", {}) if ":" in c.loss else {}
+    """Inputs of the dataset that a loss in the user's own file reads, with their dtypes: its
+    attribute `inputs`.
+    """
+    inputs = (
+        getattr(named("loss", c.loss, {}, TAKES["loss"]), "inputs", {}) if ":" in c.loss else {}
+    )
     if not isinstance(inputs, Mapping) or not all(kind in (f32, u32) for kind in inputs.values()):
         raise ValueError(
-            f"optimizer.loss is {c.loss}, whose inputs are {inputs!r}; they must be a dict of names and dtypes, f32 or "
+            f"optimizer.loss is {c.loss}, whose inputs are {inputs!r}; they must be a dict of "
+            "names and dtypes, f32 or "
             'u32 of shardlib.shardtypes: {"advantage": f32}'
         )
     return inputs
@@ -199,15 +220,20 @@ def inputs_of_loss(c: OptimizerConfig) -> Mapping[str, Any]:
 
 def own_functions(c: OptimizerConfig) -> list[Callable]:
     """The optimizers, the loss and the schedule that the settings name in the user's own files."""
-    chosen = [*(("optimizer", name) for name in _names_of_algorithms(c)), ("loss", c.loss), ("schedule", c.schedule)]
+    chosen = [
+        *(("optimizer", name) for name in _names_of_algorithms(c)),
+        ("loss", c.loss),
+        ("schedule", c.schedule),
+    ]
     return [named(what, name, {}, TAKES[what]) for what, name in chosen if ":" in name]
 
 
 def updates_of(c: OptimizerConfig, model: LanguageModel, known: Mapping[str, Any]) -> Any:
     """The Update of each weight, in a tree like the model's `table`.
 
-    With muon as the algorithm, weights that are not matrices are updated by adamw. Then each of c.groups, in order,
-    changes the weights whose names it matches, and c.parametrization scales all.
+    With muon as the algorithm, weights that are not matrices are updated by adamw. Then each of
+    c.groups, in order, changes the weights whose names it matches, and c.parametrization scales
+    all.
 
     Args:
         c: settings of the optimizer.
@@ -226,27 +252,39 @@ def updates_of(c: OptimizerConfig, model: LanguageModel, known: Mapping[str, Any
         found = Update(weight, algorithm, 1.0, c.weight_decay if weight.kind in c.decay_on else 0.0)
         for group in c.groups:
             if fnmatch.fnmatchcase(names[-1], group.match):
-                changed = {"algorithm": group.algorithm, "rate": group.rate, "decay": group.weight_decay}
-                found = dataclasses.replace(found, **{k: v for k, v in changed.items() if v is not None})
+                changed = {
+                    "algorithm": group.algorithm,
+                    "rate": group.rate,
+                    "decay": group.weight_decay,
+                }
+                found = dataclasses.replace(
+                    found, **{k: v for k, v in changed.items() if v is not None}
+                )
         if found.algorithm == "muon" and not (weight.inputs and weight.outputs):
             raise ValueError(
-                f"{names[-1]} is to be updated by muon, which is for matrices, but its Weight counts {weight.inputs} "
-                f"dims of inputs and {weight.outputs} of outputs; make it with weights.matrix, another kind, or "
-                "another algorithm by optimizer.groups."
+                f"{names[-1]} is to be updated by muon, which is for matrices, but its Weight "
+                f"counts {weight.inputs} dims of inputs and {weight.outputs} of outputs; make it "
+                f"with weights.matrix, another kind, or another algorithm by optimizer.groups."
             )
         rate = scale.rate(found.algorithm)
-        return dataclasses.replace(found, rate=found.rate * rate, decay=found.decay / rate, epsilon=scale.epsilon)
+        return dataclasses.replace(
+            found, rate=found.rate * rate, decay=found.decay / rate, epsilon=scale.epsilon
+        )
 
     updates = jax.tree_util.tree_map_with_path(update, model.table, scales_of(c, model))
     names_of_algorithms = (*algorithms(c, known), FROZEN)
     check_choice("optimizer.algorithm", c.algorithm, names_of_algorithms)
     for i, group in enumerate(c.groups):
-        check_choice(f"optimizer.groups[{i}].algorithm", group.algorithm or FROZEN, names_of_algorithms)
+        check_choice(
+            f"optimizer.groups[{i}].algorithm", group.algorithm or FROZEN, names_of_algorithms
+        )
         if not fnmatch.filter(names, group.match):
             raise ValueError(
-                f"optimizer.groups[{i}].match is {group.match!r}, which matches no weight; choose among "
-                f"{', '.join(names)}.{did_you_mean(group.match, names)}"
+                f"optimizer.groups[{i}].match is {group.match!r}, which matches no weight; choose "
+                f"among {', '.join(names)}.{did_you_mean(group.match, names)}"
             )
     if all(update.algorithm == FROZEN for update in jax.tree.leaves(updates)):
-        raise ValueError("optimizer.groups freezes every weight, so nothing is trained; let a group match fewer.")
+        raise ValueError(
+            "optimizer.groups freezes every weight, so nothing is trained; let a group match fewer."
+        )
     return updates

@@ -8,7 +8,9 @@ from shardwright.settings.output import say
 
 @contextlib.contextmanager
 def best_effort(what: str) -> Iterator[None]:
-    """Prints an OSError in its context as a warning that `what` cannot be written, instead of raising it."""
+    """Prints an OSError in its context as a warning that `what` cannot be written, instead of
+    raising it.
+    """
     try:
         yield
     except OSError as error:

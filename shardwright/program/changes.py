@@ -1,7 +1,7 @@
 """Applies training.changes: settings that change at given steps of a run.
 
-A phase is the steps between two changes, which have the same settings. The settings of a step, and the position of its
-batch in the data, depend only on the configuration and the step.
+A phase is the steps between two changes, which have the same settings. The settings of a step, and
+the position of its batch in the data, depend only on the configuration and the step.
 """
 
 import copy
@@ -22,10 +22,14 @@ from shardwright.program.differences import flat
 from shardwright.settings.settings import made
 
 _SECTIONS = {"training": TrainingConfig, "data": DataConfig, "optimizer": OptimizerConfig}
-MAY_CHANGE = [f"{section}.{name}" for section, kind in _SECTIONS.items() for name in marked(kind, CHANGING)]
-"""Settings that may change during a run: of the loader, the learning-rate schedule, and the update."""
+MAY_CHANGE = [
+    f"{section}.{name}" for section, kind in _SECTIONS.items() for name in marked(kind, CHANGING)
+]
+"""Settings that may change during a run: of the loader, the learning-rate schedule, and the
+update."""
 MOST_CHANGES = 128
-"""Largest number of entries of training.changes: each adds a tenth of a second to the start of a run."""
+"""Largest number of entries of training.changes: each adds a tenth of a second to the start of a
+run."""
 
 
 def may_change(name: str) -> bool:
@@ -34,22 +38,29 @@ def may_change(name: str) -> bool:
 
 
 def firsts(config: Any) -> list[int]:
-    """Returns the first step of each phase: 0 and the steps of training.changes. `config` is a Config or a dict."""
+    """Returns the first step of each phase: 0 and the steps of training.changes.
+
+    `config` is a Config or a dict.
+    """
     training = config["training"] if isinstance(config, dict) else vars(config.training)
     return [0, *(change["step"] for change in training.get("changes", ()))]
 
 
 def settings_at(config: dict, step: int) -> dict:
-    """Returns a copy of a configuration dict with the changes up to `step` applied, and training.changes removed.
+    """Returns a copy of a configuration dict with the changes up to `step` applied, and
+    training.changes removed.
 
-    Raises ValueError for a setting without a section, such as data.mixture.web if data.mixture is null.
+    Raises ValueError for a setting without a section, such as data.mixture.web if data.mixture is
+    null.
     """
     found = copy.deepcopy(config)
     for change in found["training"].pop("changes", ()):
         for setting in filter(may_change, change if change["step"] <= step else ()):
             *path, name = str(setting).split(".")
             try:
-                functools.reduce(lambda at, key: at.setdefault(key, {}), path, found)[name] = change[setting]
+                functools.reduce(lambda at, key: at.setdefault(key, {}), path, found)[name] = (
+                    change[setting]
+                )
             except (AttributeError, TypeError):
                 raise ValueError(
                     f"training.changes, after step {change['step']}: {setting} is in no section."
@@ -58,7 +69,10 @@ def settings_at(config: dict, step: int) -> dict:
 
 
 def config_at(c: Config, step: int) -> Any:
-    """Returns the Config with the changes up to `step` applied. Raises ValueError for a value of the wrong type."""
+    """Returns the Config with the changes up to `step` applied.
+
+    Raises ValueError for a value of the wrong type.
+    """
     if not c.training.changes:
         return c
     found = settings_at(dataclasses.asdict(c), step)
@@ -71,24 +85,32 @@ def config_at(c: Config, step: int) -> Any:
 def check_number(changes: Sequence[Any]) -> None:
     """Raises ValueError if training.changes has more than MOST_CHANGES entries."""
     if len(changes) > MOST_CHANGES:
-        raise ValueError(f"training.changes has {len(changes):,} entries; leave at most {MOST_CHANGES}.")
+        raise ValueError(
+            f"training.changes has {len(changes):,} entries; leave at most {MOST_CHANGES}."
+        )
 
 
 def check_changes(c: Config, check: Callable[[Any], None]) -> None:
-    """Raises ValueError if an entry of training.changes is invalid, or `check` rejects the Config from its step on."""
+    """Raises ValueError if an entry of training.changes is invalid, or `check` rejects the Config
+    from its step on.
+    """
     check_number(c.training.changes)
     for i, (before, change) in enumerate(itertools.pairwise([{"step": 0}, *c.training.changes])):
         name = f"training.changes[{i}]"
         step = change.get("step")
         if type(step) is not int or step <= before["step"]:
-            raise ValueError(f"{name}.step is {step!r}; it must be a whole number above {before['step']}: steps rise.")
+            raise ValueError(
+                f"{name}.step is {step!r}; it must be a whole number above {before['step']}: steps "
+                "rise."
+            )
         for setting in change.keys() - {"step"}:
             if not may_change(setting):
                 near = did_you_mean(setting, MAY_CHANGE) or f" {', '.join(MAY_CHANGE)} may."
                 raise ValueError(f"{name} has {setting}, which may not change during a run.{near}")
     if c.training.changes and c.training.epochs is not None:
         raise ValueError(
-            f"training.epochs is {c.training.epochs} with training.changes; give the length in steps or tokens."
+            f"training.epochs is {c.training.epochs} with training.changes; give the length in "
+            "steps or tokens."
         )
     for first in firsts(c)[1:]:
         try:
@@ -106,7 +128,10 @@ def described_change(c: Config, first: int) -> str:
 
 
 def _phases(c: Config) -> Iterator[tuple[int, Any, int]]:
-    """Yields (first step, end, tokens per step) of each phase. The end is exclusive, and inf for the last phase."""
+    """Yields (first step, end, tokens per step) of each phase.
+
+    The end is exclusive, and inf for the last phase.
+    """
     ends: list[Any] = [*firsts(c), math.inf]
     for first, end in itertools.pairwise(ends):
         t = config_at(c, first).training
@@ -148,11 +173,15 @@ def total_steps(c: Config, loader: Loader) -> int:
     return steps_for(loader, **length, skip_steps=c.data.skip_steps)
 
 
-def loader_at(c: Config, step: int, inputs: Sequence[str] = (), state: Mapping[str, Any] | None = None) -> Loader:
-    """Makes the loader for the training batch of a step. It continues in the data where the phase before ended.
+def loader_at(
+    c: Config, step: int, inputs: Sequence[str] = (), state: Mapping[str, Any] | None = None
+) -> Loader:
+    """Makes the loader for the training batch of a step.
 
-    `inputs` are the names of the model's inputs other than tokens. `state` is the loader state in the checkpoint of
-    `step`, if the run resumes there. Raises ValueError as make_loader does.
+    It continues in the data where the phase before ended.
+
+    `inputs` are the names of the model's inputs other than tokens. `state` is the loader state in
+    the checkpoint of `step`, if the run resumes there. Raises ValueError as make_loader does.
     """
     settings = [(first, config_at(c, first)) for first in firsts(c) if first <= step]
 
@@ -160,7 +189,8 @@ def loader_at(c: Config, step: int, inputs: Sequence[str] = (), state: Mapping[s
         return (x[1].data, x[1].training.batch_size, x[1].training.seq_len)
 
     groups = [[*group] for _, group in itertools.groupby(settings, of_batches)]
-    phases = [(group[0][0], group[-1][1]) for group in groups]  # microbatches are parts of the same batch
+    # microbatches are parts of the same batch
+    phases = [(group[0][0], group[-1][1]) for group in groups]
     saved = max(first for first, _ in phases if first < step or first == 0)
     loader: Loader | Any = None
     for first, now in phases:

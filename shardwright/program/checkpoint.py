@@ -1,12 +1,15 @@
-"""Saves and restores checkpoints: a directory for each step, with a zarr v3 array for each leaf, and a manifest.
+"""Saves and restores checkpoints: a directory for each step, with a zarr v3 array for each leaf,
+and a manifest.
 
-docs/formats.md shows the layout. tensorstore's zarr3 driver writes and reads the arrays, with a crc32c in each chunk. A
-directory is a checkpoint if and only if its name is ten digits and it holds the manifest, zarr.json. Process 0 writes
-this file last, once all processes have written their shards and each other process a file `.written-<process index>`
-with its checksums or its error. The next start or save removes what a killed or failed save left.
+docs/formats.md shows the layout. tensorstore's zarr3 driver writes and reads the arrays, with a
+crc32c in each chunk. A directory is a checkpoint if and only if its name is ten digits and it holds
+the manifest, zarr.json. Process 0 writes this file last, once all processes have written their
+shards and each other process a file `.written-<process index>` with its checksums or its error. The
+next start or save removes what a killed or failed save left.
 
-The manifest is the attributes of the root group: `format`, `format_version`, `step`, `saved_at` in UTC, `arrays`,
-`metadata`, and `sha256`, the hash of `json.dumps(…, sort_keys=True, separators=(",", ":"))` of the other attributes.
+The manifest is the attributes of the root group: `format`, `format_version`, `step`, `saved_at` in
+UTC, `arrays`, `metadata`, and `sha256`, the hash of `json.dumps(…, sort_keys=True, separators=(",",
+":"))` of the other attributes.
 """
 
 import collections
@@ -47,11 +50,13 @@ FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 3
 """The only version that can be read."""
 MANIFEST = "zarr.json"
-"""Last part of the key of a checkpoint's manifest. zarr readers require this file, and warn of other files."""
+"""Last part of the key of a checkpoint's manifest. zarr readers require this file, and warn of
+other files."""
 OWNER = ".owner"
 """File that names the process that saves here, if paths.checkpoints is set."""
 SET_ASIDE = "set_aside"
-"""Directory, next to the checkpoints, of those that a resumed run does not use: damaged, or of later steps."""
+"""Directory, next to the checkpoints, of those that a resumed run does not use: damaged, or of
+later steps."""
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 CHECKSUM_BYTES = 4
 """A chunk's file ends with the crc32c of the bytes before."""
@@ -68,19 +73,24 @@ WORKERS = 16
 SMALL_BYTES = 2**14
 """Arrays with shards smaller than this are gathered into one file instead of one file per shard."""
 MOST_GATHERED = 2**22
-"""Largest array to gather, in bytes. Otherwise a small model on many devices would be replicated on each."""
+"""Largest array to gather, in bytes. Otherwise a small model on many devices would be replicated on
+each."""
 CHUNK_BYTES = 2**28
 """Largest size of a chunk, where possible: a reader of any part of a chunk reads all of it."""
 MOST_PIECES = 64
 """Most chunks of a shard."""
-REMEDY = "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
+REMEDY = (
+    "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
+)
 
 Index = tuple[int, ...]
 """Index of a chunk in the chunk grid of an array."""
 Bounds = tuple[tuple[int, int], ...]
-"""The region of a shard, as a hashable value: start and stop in each dim, such as ((0, 2), (64, 128))."""
+"""The region of a shard, as a hashable value: start and stop in each dim, such as ((0, 2), (64,
+128))."""
 Orders = Mapping[str, np.ndarray]
-"""The layer of each row in memory, such as [0, 2, 1, 3], by the path of each stack that is not in layer order."""
+"""The layer of each row in memory, such as [0, 2, 1, 3], by the path of each stack that is not in
+layer order."""
 NO_ORDERS: Orders = MappingProxyType({})
 _STEP = re.compile("[0-9]{10}")
 _TS_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
@@ -98,7 +108,10 @@ def directory_of(step: int) -> str:
 
 
 def named_leaves(tree: object) -> dict[str, Any]:
-    """Maps the path of each leaf, such as `weights/layers/w_q`, to the leaf. Indices are part of the path too."""
+    """Maps the path of each leaf, such as `weights/layers/w_q`, to the leaf.
+
+    Indices are part of the path too.
+    """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
@@ -111,7 +124,8 @@ class SavedArray(NamedTuple):
         shape: its global shape.
         dtype: name of its NumPy dtype.
         chunk_shape: shape of its chunks.
-        crc32c: the checksums of the chunks, eight hex digits each, in C order; empty while the array is written.
+        crc32c: the checksums of the chunks, eight hex digits each, in C order; empty while the
+            array is written.
     """
 
     name: str
@@ -123,7 +137,9 @@ class SavedArray(NamedTuple):
     @property
     def grid(self) -> tuple[int, ...]:
         """Number of chunks in each dim."""
-        return tuple(-(-size // part) for size, part in zip(self.shape, self.chunk_shape, strict=True))
+        return tuple(
+            -(-size // part) for size, part in zip(self.shape, self.chunk_shape, strict=True)
+        )
 
     @property
     def chunk_bytes(self) -> int:
@@ -159,14 +175,16 @@ Part = tuple[SavedArray, dict[Index, np.ndarray]]
 """An array to write, and the chunks of it that this process has."""
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 class Store:
-    """A directory of a local or shared file system, or the keys below a URL: `s3://`, `gs://`, or read-only `https://`.
+    """A directory of a local or shared file system, or the keys below a URL: `s3://`, `gs://`, or
+    read-only `https://`.
 
-    A key is a path below it, such as `0000000500/weights/embed/zarr.json`. Methods are thread-safe. They raise OSError,
-    with the path or URL, if the store fails. When a file is written, the whole file is on the disk.
+    A key is a path below it, such as `0000000500/weights/embed/zarr.json`. Methods are thread-safe.
+    They raise OSError, with the path or URL, if the store fails. When a file is written, the whole
+    file is on the disk.
 
     Args:
         place: path of a directory, which need not exist, or a URL.
@@ -185,7 +203,9 @@ class Store:
         self.url = str(self.path or place.rstrip("/"))
         if self.path is None:
             # With a context that reports a wrong address within seconds.
-            flat_tokens.read_file(flat_tokens.open_kvstore(self.url, flat_tokens.opening_context()), MANIFEST)
+            flat_tokens.read_file(
+                flat_tokens.open_kvstore(self.url, flat_tokens.opening_context()), MANIFEST
+            )
         self.kvstore = flat_tokens.open_kvstore(self.url)
 
     def _result(self, future: ts.Future, key: str) -> Any:
@@ -199,7 +219,10 @@ class Store:
             raise OSError(f"{reason}: {place}" if reason else f"{place}: {error}") from error
 
     def read(self, key: str, most: int = LARGE) -> bytes | None:
-        """Reads a file; None if it is missing. Raises Damaged if it is not a file of at most `most` bytes."""
+        """Reads a file; None if it is missing.
+
+        Raises Damaged if it is not a file of at most `most` bytes.
+        """
         try:
             return flat_tokens.read_file(self.kvstore, key, min(most, MEMORY))
         except Damaged:
@@ -221,11 +244,15 @@ class Store:
             "fill_missing_data_reads": False,
         }
         try:
-            return self._result(ts.open(spec, open=True, assume_metadata=True), f"{directory}/{array.name}")
+            return self._result(
+                ts.open(spec, open=True, assume_metadata=True), f"{directory}/{array.name}"
+            )
         except ValueError as error:  # a name or shape that no run writes
             raise OSError(f"{self.url}/{directory}: {error}") from error
 
-    def write_chunk(self, directory: str, array: SavedArray, index: Index, values: np.ndarray) -> str:
+    def write_chunk(
+        self, directory: str, array: SavedArray, index: Index, values: np.ndarray
+    ) -> str:
         """Writes a chunk. Returns its checksum, as in SavedArray.crc32c."""
         key = f"{directory}/{array.key(index)}"
         target = self.open_array(directory, array)[array.region(index)]
@@ -233,7 +260,10 @@ class Store:
         return self._checksum(key)
 
     def read_chunk(self, directory: str, array: SavedArray, index: Index) -> np.ndarray:
-        """Reads a chunk. Raises Damaged if it differs from what was written, OSError if the store fails."""
+        """Reads a chunk.
+
+        Raises Damaged if it differs from what was written, OSError if the store fails.
+        """
         key = f"{directory}/{array.key(index)}"
         number = int(np.ravel_multi_index(index, array.grid)) if index else 0
         source = self.open_array(directory, array)[array.region(index)]
@@ -251,25 +281,41 @@ class Store:
                 why = f"is not a file of {array.chunk_bytes} bytes ({cause})"
         raise Damaged(
             f"cannot read the array {array.name!r}: {array.key(index)} {why}. The checkpoint "
-            f"{self.url}/{directory} is damaged. Restore another step, or copy the checkpoint again."
+            f"{self.url}/{directory} is damaged. Restore another step, or copy the checkpoint "
+            "again."
         )
 
     def _checksum(self, key: str) -> str:
-        """Returns the last four bytes of a chunk's file, a little-endian number, in hex; "" if there is no file."""
-        return self._result(self.kvstore.read(key, byte_range=slice(-CHECKSUM_BYTES, None)), key).value[::-1].hex()
+        """Returns the last four bytes of a chunk's file, a little-endian number, in hex; "" if
+        there is no file.
+        """
+        return (
+            self._result(self.kvstore.read(key, byte_range=slice(-CHECKSUM_BYTES, None)), key)
+            .value[::-1]
+            .hex()
+        )
 
     def directories(self) -> dict[str, bool]:
-        """Maps the name of each top-level directory to whether it has a manifest. At a URL, lists all keys."""
+        """Maps the name of each top-level directory to whether it has a manifest.
+
+        At a URL, lists all keys.
+        """
         if self.path is not None:
             found = self.path.iterdir() if self.path.is_dir() else ()
-            # A manifest that is not a file is damage, which is set aside; without any, the directory may be removed.
-            return {entry.name: os.path.lexists(entry / MANIFEST) for entry in found if entry.is_dir()}
+            # A manifest that is not a file is damage, which is set aside; without any, the
+            # directory may be removed.
+            return {
+                entry.name: os.path.lexists(entry / MANIFEST) for entry in found if entry.is_dir()
+            }
         parts = [key.decode().partition("/") for key in self._result(self.kvstore.list(), "")]
         manifests = {name for name, _, rest in parts if rest == MANIFEST}
         return {name: name in manifests for name, slash, _ in parts if slash}
 
     def remove(self, directory: str) -> None:
-        """Removes a directory if it exists. The manifest goes first, so that the rest does not pass as complete."""
+        """Removes a directory if it exists.
+
+        The manifest goes first, so that the rest does not pass as complete.
+        """
         if self.path is None or (self.path / directory).exists():
             self.write(f"{directory}/{MANIFEST}", None)
             self._result(self.kvstore.delete_range(_below(directory)), directory)
@@ -277,18 +323,25 @@ class Store:
                 (self.path / directory).rmdir()
 
     def move(self, directory: str, target: str) -> None:
-        """Renames a directory. At a URL, copies its files, the manifest last, and then removes them."""
+        """Renames a directory.
+
+        At a URL, copies its files, the manifest last, and then removes them.
+        """
         if self.path is not None:
             (self.path / target).parent.mkdir(parents=True, exist_ok=True)
             (self.path / directory).rename(self.path / target)
             return
-        keys = [key.decode() for key in self._result(self.kvstore.list(_below(directory)), directory)]
+        keys = [
+            key.decode() for key in self._result(self.kvstore.list(_below(directory)), directory)
+        ]
         for key in sorted(keys, key=lambda key: key == f"{directory}/{MANIFEST}"):
             self.write(target + key.removeprefix(directory), self.read(key, MEMORY))
         self.remove(directory)
 
     def sync(self, keys: Iterable[str]) -> None:
-        """Fsyncs all directories above these files. tensorstore syncs only the directory that contains a file."""
+        """Fsyncs all directories above these files. tensorstore syncs only the directory that
+        contains a file.
+        """
         if self.path is None:
             return
         for parent in {parent for key in keys for parent in PurePosixPath(key).parents}:
@@ -304,21 +357,26 @@ def _below(directory: str) -> ts.KvStore.KeyRange:
 
 
 def in_parallel(jobs: Iterable[Callable[[], T]]) -> list[T]:
-    """Runs jobs, WORKERS at a time, and returns their results. After an error no further job starts.
+    """Runs jobs, WORKERS at a time, and returns their results.
 
-    The error is raised once all have ended, because a late write could recreate files that the next save removes.
+    After an error no further job starts.
+
+    The error is raised once all have ended, because a late write could recreate files that the next
+    save removes.
     """
     with concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="chunk") as pool:
         return list(pool.map(lambda job: job(), jobs))
 
 
-# ---- chunks of a shard ----------------------------------------------------------------------------
+# ---- chunks of a shard ---------------------------------------------------------------------------
 
 
 def chunk_shape(leaf: Any, order: np.ndarray | None) -> tuple[int, ...]:
-    """Chooses the chunk shape: that of a shard, or of one of up to MOST_PIECES equal parts of a large one.
+    """Chooses the chunk shape: that of a shard, or of one of up to MOST_PIECES equal parts of a
+    large one.
 
-    With `order`, a chunk of a sharded stack has one layer, because two shards may have consecutive layers.
+    With `order`, a chunk of a sharded stack has one layer, because two shards may have consecutive
+    layers.
     """
     chunk = [max(1, size) for size in leaf.sharding.shard_shape(leaf.shape)]
     if order is not None and not leaf.is_fully_replicated:
@@ -345,7 +403,9 @@ def holders_of(leaf: Any) -> dict[Bounds, list[int]]:
 def chunks_of(
     array: SavedArray, bounds: Bounds, order: np.ndarray | None
 ) -> Iterator[tuple[Index, tuple[slice, ...], tuple[slice, ...]]]:
-    """Cuts a shard where chunks end. Yields the index of a chunk, and a part as slices of the shard and of the chunk.
+    """Cuts a shard where chunks end.
+
+    Yields the index of a chunk, and a part as slices of the shard and of the chunk.
 
     Rows of a shard beyond those of the array are in no part.
     """
@@ -361,19 +421,27 @@ def chunks_of(
             while at < last:
                 chunk, offset = divmod(saved, part)
                 count = min(last - at, part - offset)
-                found.append((chunk, slice(at - start, at - start + count), slice(offset, offset + count)))
+                found.append(
+                    (chunk, slice(at - start, at - start + count), slice(offset, offset + count))
+                )
                 at += count
                 saved += count
         cuts.append(found)
     for parts in itertools.product(*cuts):
-        yield tuple(x for x, _, _ in parts), tuple(x for _, x, _ in parts), tuple(x for _, _, x in parts)
+        yield (
+            tuple(x for x, _, _ in parts),
+            tuple(x for _, x, _ in parts),
+            tuple(x for _, _, x in parts),
+        )
 
 
-# ---- writing --------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def is_small(leaf: Any) -> bool:
-    """Returns True for a leaf that is not fully replicated but small enough to be written as one file."""
+    """Returns True for a leaf that is not fully replicated but small enough to be written as one
+    file.
+    """
     if leaf.sharding.is_fully_replicated:
         return False
     of_shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -383,9 +451,11 @@ def is_small(leaf: Any) -> bool:
 def writers_of(
     array: SavedArray, leaf: Any, order: np.ndarray | None, turn: Iterator[int]
 ) -> Iterator[tuple[int, Index, Bounds, tuple[slice, ...]]]:
-    """Yields each chunk to write: a process, the index of the chunk, bounds of a shard, and the part of it to write.
+    """Yields each chunk to write: a process, the index of the chunk, bounds of a shard, and the
+    part of it to write.
 
-    Processes that have the same shard take turns, by the numbers of `turn`, so that each writes less.
+    Processes that have the same shard take turns, by the numbers of `turn`, so that each writes
+    less.
     """
     for bounds, processes in holders_of(leaf).items():
         for index, part, _ in chunks_of(array, bounds, order):
@@ -393,7 +463,10 @@ def writers_of(
 
 
 def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
-    """Returns each array with the chunks of it that this process writes, in host memory. Waits for the copies."""
+    """Returns each array with the chunks of it that this process writes, in host memory.
+
+    Waits for the copies.
+    """
     arrays = []
     turn = itertools.count()
     for name, leaf in leaves.items():
@@ -407,15 +480,18 @@ def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
         chunks: dict[Index, np.ndarray] = {}
         for process, index, bounds, part in writers_of(array, leaf, order, turn):
             if process == jax.process_index():
-                # On CPU this references the buffer instead of copying. While it lives, JAX copies the buffer when a
-                # step donates it.
+                # On CPU this references the buffer instead of copying. While it lives, JAX copies
+                # the buffer when a step donates it.
                 chunks[index] = np.asarray(own[bounds])[rows][part]
         arrays.append((array, chunks))
     return arrays
 
 
 def write_arrays(store: Store, directory: str, arrays: list[Part]) -> dict[str, str]:
-    """Writes this process's chunks, each synced to the disk. Returns the checksum of each by its key."""
+    """Writes this process's chunks, each synced to the disk.
+
+    Returns the checksum of each by its key.
+    """
     write = functools.partial(store.write_chunk, directory)
     chunks = [(array, *chunk) for array, chunks in arrays for chunk in chunks.items()]
     checksums = in_parallel([functools.partial(write, *chunk) for chunk in chunks])
@@ -424,7 +500,9 @@ def write_arrays(store: Store, directory: str, arrays: list[Part]) -> dict[str, 
     return dict(zip(keys, checksums, strict=True))
 
 
-def commit(store: Store, step: int, arrays: list[SavedArray], written: Mapping[str, str], metadata: object) -> None:
+def commit(
+    store: Store, step: int, arrays: list[SavedArray], written: Mapping[str, str], metadata: object
+) -> None:
     """Completes a checkpoint whose chunks are written: writes all metadata, and the manifest last.
 
     `written` joins what write_arrays returned in all processes; `metadata` goes into the manifest.
@@ -438,7 +516,11 @@ def commit(store: Store, step: int, arrays: list[SavedArray], written: Mapping[s
         if lost := [key for key in keys if key not in written]:
             raise OSError(f"no process wrote the chunk {lost[0]}.")
         crc32c = "".join(written[key] for key in keys)
-        entries[array.name] = {"shape": array.shape, "dtype": array.dtype, "chunk_shape": array.chunk_shape}
+        entries[array.name] = {
+            "shape": array.shape,
+            "dtype": array.dtype,
+            "chunk_shape": array.chunk_shape,
+        }
         entries[array.name]["crc32c"] = crc32c
         files[f"{directory}/{array.name}/zarr.json"] = json.dumps(array.metadata).encode()
         for group in PurePosixPath(array.name).parents[:-1]:
@@ -463,19 +545,34 @@ def _group(attributes: Mapping[str, Any]) -> bytes:
 
 def _digest(attributes: Mapping[str, Any]) -> str:
     kept = {key: value for key, value in attributes.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def saved_arrays(manifest: Mapping[str, Any]) -> dict[str, SavedArray]:
-    """Returns the arrays of a manifest, by name. Raises ValueError for an entry that no run writes."""
+    """Returns the arrays of a manifest, by name.
+
+    Raises ValueError for an entry that no run writes.
+    """
     arrays = {}
     for name, entry in manifest["arrays"].items():
-        array = SavedArray(name, tuple(entry["shape"]), entry["dtype"], tuple(entry["chunk_shape"]), entry["crc32c"])
+        array = SavedArray(
+            name,
+            tuple(entry["shape"]),
+            entry["dtype"],
+            tuple(entry["chunk_shape"]),
+            entry["crc32c"],
+        )
         is_hex = re.fullmatch("([0-9a-f]{8})*", array.crc32c)
-        if array.dtype not in DTYPES or not is_hex or len(array.crc32c) != 8 * math.prod(array.grid):
+        if (
+            array.dtype not in DTYPES
+            or not is_hex
+            or len(array.crc32c) != 8 * math.prod(array.grid)
+        ):
             raise ValueError(f"{name!r} has an unknown dtype, or not one checksum per chunk")
         arrays[name] = array
     return arrays
@@ -494,7 +591,9 @@ def read_manifest(store: Store, step: int) -> dict | None:
     if content is None:
         return None
     try:
-        manifest = parse_object(where, content, {"attributes": {"format_version": int, "sha256": str}})["attributes"]
+        manifest = parse_object(
+            where, content, {"attributes": {"format_version": int, "sha256": str}}
+        )["attributes"]
         if manifest["sha256"] != _digest(manifest):
             raise ValueError("its own checksum differs")
         version = manifest["format_version"]
@@ -502,26 +601,37 @@ def read_manifest(store: Store, step: int) -> dict | None:
             check_types("its attributes", manifest, _ATTRIBUTES, "")
             saved_arrays(manifest)
             if manifest["step"] != step:
-                raise ValueError(f"it is of step {manifest['step']}: another checkpoint was copied over it")
+                raise ValueError(
+                    f"it is of step {manifest['step']}: another checkpoint was copied over it"
+                )
             return manifest
     except (ValueError, ZeroDivisionError) as error:
         raise Damaged(f"{where} is not the manifest that was written ({error!r}).") from error
     raise ValueError(
-        f"{where} is of version {version}; this program reads only version {FORMAT_VERSION}. Restore it with the "
-        "release that wrote it."
+        f"{where} is of version {version}; this program reads only version {FORMAT_VERSION}. "
+        f"Restore it with the release that wrote it."
     )
 
 
 def read_arrays(
-    store: Store, directory: str, saved: Mapping[str, SavedArray], like: Mapping[str, Any], orders: Orders
+    store: Store,
+    directory: str,
+    saved: Mapping[str, SavedArray],
+    like: Mapping[str, Any],
+    orders: Orders,
 ) -> list[jax.Array]:
-    """Reads arrays with the shardings of `like`, each chunk once. Rows of `like` beyond those saved are 0."""
+    """Reads arrays with the shardings of `like`, each chunk once.
+
+    Rows of `like` beyond those saved are 0.
+    """
     shards: dict[str, dict[Bounds, np.ndarray]] = {}
     jobs = []
     for name, leaf in like.items():
         indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
         all_bounds = {bounds_of(index, leaf.shape) for index in indices}
-        shards[name] = {x: np.zeros([stop - start for start, stop in x], leaf.dtype) for x in all_bounds}
+        shards[name] = {
+            x: np.zeros([stop - start for start, stop in x], leaf.dtype) for x in all_bounds
+        }
         wanted = collections.defaultdict(list)
         for bounds, values in shards[name].items():
             for index, *part in chunks_of(saved[name], bounds, orders.get(name)):
@@ -539,35 +649,41 @@ def read_arrays(
     return [place(name, leaf) for name, leaf in like.items()]
 
 
-def _read_into(store: Store, directory: str, array: SavedArray, index: Index, parts: list[tuple[Any, ...]]) -> None:
+def _read_into(
+    store: Store, directory: str, array: SavedArray, index: Index, parts: list[tuple[Any, ...]]
+) -> None:
     chunk = store.read_chunk(directory, array, index)
     for values, in_shard, in_chunk in parts:
         values[in_shard] = chunk[in_chunk]
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 class Checkpointer(contextlib.AbstractContextManager):
     """Saves and restores pytrees of jax.Arrays under `<place>/<step, 10 digits>/<leaf path>`.
 
-    With several processes, all make the same calls in the same order on the same `place`. Those that have the same
-    shards divide the writing.
+    With several processes, all make the same calls in the same order on the same `place`. Those
+    that have the same shards divide the writing.
 
     Args:
-        place: path in a file system that all processes share, created by the first save; or a URL, as for Store.
-        keep: number of complete checkpoints to keep, at least 1; None keeps all. Older ones are removed when a new one
-            is complete.
+        place: path in a file system that all processes share, created by the first save; or a URL,
+            as for Store.
+        keep: number of complete checkpoints to keep, at least 1; None keeps all. Older ones are
+            removed when a new one is complete.
     """
 
     def __init__(self, place: str | os.PathLike, *, keep: int | None = None):
         self.store = Store(place)
         self._keep = keep
-        self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._executor = concurrent.futures.ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="checkpoint"
+        )
         self.saving: concurrent.futures.Future | None = None
         """The save in progress; None if there is none, or it was waited for."""
         self.held: Callable[[], Iterable[int]] = tuple
-        """Returns the steps whose checkpoints must not be removed yet, such as while an export reads them."""
+        """Returns the steps whose checkpoints must not be removed yet, such as while an export
+        reads them."""
         self._owner: bytes | None = None
         self._failed: int | None = None  # step of a save that may have left a complete checkpoint
         self._others_are_lost = False
@@ -578,14 +694,27 @@ class Checkpointer(contextlib.AbstractContextManager):
             self.close()
 
     def steps(self) -> list[int]:
-        """Lists the steps of all complete checkpoints, ascending. A directory without a manifest is not one."""
-        return sorted(int(name) for name, done in self.store.directories().items() if done and _STEP.fullmatch(name))
+        """Lists the steps of all complete checkpoints, ascending.
+
+        A directory without a manifest is not one.
+        """
+        return sorted(
+            int(name)
+            for name, done in self.store.directories().items()
+            if done and _STEP.fullmatch(name)
+        )
 
     def latest_step(self, without: Iterable[int] = ()) -> int | None:
-        """Returns the last step that has a complete checkpoint and is not in `without`, or None. Process 0 decides."""
+        """Returns the last step that has a complete checkpoint and is not in `without`, or None.
+
+        Process 0 decides.
+        """
         several = jax.distributed.is_initialized()
-        is_first = not several or jax.process_index() == 0  # listing a URL yields the files of all processes
-        latest = in_all_processes(lambda: max({*self.steps()} - {*without}, default=-1) if is_first else -1)
+        # listing a URL yields the files of all processes
+        is_first = not several or jax.process_index() == 0
+        latest = in_all_processes(
+            lambda: max({*self.steps()} - {*without}, default=-1) if is_first else -1
+        )
         if several:
             latest = int(gathered(np.int32(latest))[0])
         return None if latest < 0 else latest
@@ -605,8 +734,8 @@ class Checkpointer(contextlib.AbstractContextManager):
     ) -> None:
         """Copies `state` to host memory, then writes it in the background.
 
-        Once it returns, the buffers of `state` may be donated or deleted. Waits for the previous save first. If writing
-        fails, the next `save` or `wait` raises the error.
+        Once it returns, the buffers of `state` may be donated or deleted. Waits for the previous
+        save first. If writing fails, the next `save` or `wait` raises the error.
 
         Args:
             step: 0 to 2**31 - 1; not saved before. A save that failed may be repeated.
@@ -628,16 +757,21 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.wait()
         leaves = named_leaves(state)
         if odd := [name for name, leaf in leaves.items() if str(leaf.dtype) not in DTYPES]:
-            raise ValueError(f"cannot save {odd[0]!r}: its dtype is not one of {', '.join(sorted(DTYPES))}.")
-        # Shards below SMALL_BYTES: otherwise even the norms of a model would take one file per device.
+            raise ValueError(
+                f"cannot save {odd[0]!r}: its dtype is not one of {', '.join(sorted(DTYPES))}."
+            )
+        # Shards below SMALL_BYTES: otherwise even the norms of a model would take one file per
+        # device.
         for name, leaf in leaves.items():
             if is_small(leaf):
-                leaves[name] = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+                leaves[name] = jax.device_put(
+                    leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec())
+                )
         for leaf in leaves.values():
             leaf.copy_to_host_async()
         try:
-            # On the main thread, so that every process issues its collectives in the same order. The copies below wait
-            # for the running step anyway.
+            # On the main thread, so that every process issues its collectives in the same order.
+            # The copies below wait for the running step anyway.
             in_all_processes(lambda: self._make_room(step) if jax.process_index() == 0 else None)
             check()
         except OSError as error:
@@ -662,17 +796,23 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._executor.shutdown()
 
     @pause("restoring a checkpoint")
-    def restore(self, step: int, like: object, orders: Orders = NO_ORDERS, partly: bool = False) -> Any:
-        """Restores the state saved at `step`, with the shardings of `like`. An error in one process is raised in all.
+    def restore(
+        self, step: int, like: object, orders: Orders = NO_ORDERS, partly: bool = False
+    ) -> Any:
+        """Restores the state saved at `step`, with the shardings of `like`.
+
+        An error in one process is raised in all.
 
         Each process reads only chunks that its devices need, each once.
 
         Args:
             step: step of a complete checkpoint.
-            like: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays, on any mesh. It may lack whole
-                top-level children of the saved pytree, such as the optimizer's state, which are not read.
+            like: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays, on any mesh. It may
+                lack whole top-level children of the saved pytree, such as the optimizer's state,
+                which are not read.
             orders: as for `save`, on the mesh of `like`.
-            partly: True: `like` may lack any array, and its arrays may have more rows than were saved; these become 0.
+            partly: True: `like` may lack any array, and its arrays may have more rows than were
+                saved; these become 0.
 
         Raises:
             ValueError: the arrays of the checkpoint and of `like` differ. The message names them.
@@ -693,13 +833,17 @@ class Checkpointer(contextlib.AbstractContextManager):
     def manifest(self, step: int) -> dict:
         """Reads the manifest of a checkpoint. All processes call this, and must read the same.
 
-        Raises ValueError if there is none, or if another process reads another one; Damaged if it is damaged.
+        Raises ValueError if there is none, or if another process reads another one; Damaged if it
+        is damaged.
         """
 
         def read() -> dict:
             manifest = read_manifest(self.store, step)
             if manifest is None:
-                raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; it has {self.steps()}.")
+                raise ValueError(
+                    f"no complete checkpoint of step {step} in {self.store.url}; it has "
+                    f"{self.steps()}."
+                )
             return manifest
 
         manifest = in_all_processes(read)
@@ -708,9 +852,15 @@ class Checkpointer(contextlib.AbstractContextManager):
         return manifest
 
     def take_ownership(self) -> None:
-        """Takes ownership of the directory: an earlier run can no longer save to it. One process calls this."""
+        """Takes ownership of the directory: an earlier run can no longer save to it.
+
+        One process calls this.
+        """
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        name = f"process {os.getpid()} on {socket.gethostname()}, since {since} ({secrets.token_hex(8)})"
+        name = (
+            f"process {os.getpid()} on {socket.gethostname()}, since {since} "
+            f"({secrets.token_hex(8)})"
+        )
         self._owner = name.encode()
         self.store.write(OWNER, self._owner)
 
@@ -718,12 +868,16 @@ class Checkpointer(contextlib.AbstractContextManager):
         owner = self.store.read(OWNER) if self._owner else None
         if owner not in (None, self._owner):
             raise OSError(
-                f"another run saves to {self.store.url}: {owner.decode(errors='replace')}. End one of the two, or "
-                f"rename it (paths.model_name). To continue with this one, delete {self.store.url}/{OWNER}."
+                f"another run saves to {self.store.url}: {owner.decode(errors='replace')}. End one "
+                f"of the two, or rename it (paths.model_name). To continue with this one, delete "
+                f"{self.store.url}/{OWNER}."
             )
 
     def remove_leftovers(self) -> None:
-        """Removes the directories that killed and failed saves left. Prints a failure. One process calls this."""
+        """Removes the directories that killed and failed saves left. Prints a failure.
+
+        One process calls this.
+        """
         with self._if_possible():
             for name, done in self.store.directories().items():
                 if not done and _STEP.fullmatch(name):
@@ -737,19 +891,26 @@ class Checkpointer(contextlib.AbstractContextManager):
             say(f"WARNING: cannot remove old checkpoints in {self.store.url}: {error}")
 
     def _make_room(self, step: int) -> None:
-        """Empties the directory for a new checkpoint. Raises ValueError if an earlier save completed it."""
+        """Empties the directory for a new checkpoint.
+
+        Raises ValueError if an earlier save completed it.
+        """
         name = directory_of(step)
         self._check_owner()
         if step != self._failed and self.store.read(f"{name}/{MANIFEST}") is not None:
             raise ValueError(
-                f"cannot save step {step}: {self.store.url}/{name} exists already. Save each step once, or move it "
-                "away."
+                f"cannot save step {step}: {self.store.url}/{name} exists already. Save each step "
+                f"once, or move it away."
             )
         self.remove_leftovers()
-        self.store.remove(name)  # if it cannot be removed, the save must fail: leftovers would become part of it
+        # if it cannot be removed, the save must fail: leftovers would become part of it
+        self.store.remove(name)
 
     def verify(self, step: int) -> list[str]:
-        """Reads all chunks of a checkpoint. Returns a message for each damaged one; [] if all are intact."""
+        """Reads all chunks of a checkpoint.
+
+        Returns a message for each damaged one; [] if all are intact.
+        """
         directory = directory_of(step)
         try:
             arrays = saved_arrays(self.manifest(step)).values()
@@ -764,11 +925,17 @@ class Checkpointer(contextlib.AbstractContextManager):
             return ""
 
         chunks = [(array, index) for array in arrays for index in np.ndindex(array.grid)]
-        return sorted(filter(None, in_parallel([functools.partial(problem_of, *chunk) for chunk in chunks])))
+        return sorted(
+            filter(None, in_parallel([functools.partial(problem_of, *chunk) for chunk in chunks]))
+        )
 
     def set_aside(self, steps: Iterable[int]) -> str:
-        """Moves checkpoints, damaged or not, into a new directory under SET_ASIDE. Returns its path or URL."""
-        now = datetime.datetime.now(datetime.UTC)  # to the microsecond: two starts within a second have two directories
+        """Moves checkpoints, damaged or not, into a new directory under SET_ASIDE.
+
+        Returns its path or URL.
+        """
+        # to the microsecond: two starts within a second have two directories
+        now = datetime.datetime.now(datetime.UTC)
         place = now.strftime(f"{SET_ASIDE}/%Y%m%dT%H%M%S.%fZ")
         for name in map(directory_of, steps):
             self.store.move(name, f"{place}/{name}")
@@ -790,7 +957,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             with contextlib.suppress(OSError):
                 if is_first:
                     self._check_owner()  # the directory may be another run's
-                    self.store.remove(directory)  # it may have filled the disk, and the metrics need room
+                    # it may have filled the disk, and the metrics need room
+                    self.store.remove(directory)
                 else:
                     self.store.write(marker, json.dumps({"failed": str(error)}).encode())
             self._fail(step, error)
@@ -798,7 +966,10 @@ class Checkpointer(contextlib.AbstractContextManager):
             self.rotate()
 
     def rotate(self) -> None:
-        """Removes all checkpoints except the latest `keep` and those of `held`. One process calls this."""
+        """Removes all checkpoints except the latest `keep` and those of `held`.
+
+        One process calls this.
+        """
         if self._keep:
             with self._if_possible():
                 for old in {*self.steps()[: -self._keep]} - {*self.held()}:
@@ -807,20 +978,22 @@ class Checkpointer(contextlib.AbstractContextManager):
     def _fail(self, step: int, error: OSError) -> None:
         self._failed = step
         raise OSError(
-            f"{str(error).rstrip('.')}. The checkpoint {self.store.url}/{directory_of(step)} was not saved. Earlier "
-            "ones, if any, are unchanged."
+            f"{str(error).rstrip('.')}. The checkpoint {self.store.url}/{directory_of(step)} was "
+            f"not saved. Earlier ones, if any, are unchanged."
         ) from error
 
     def _await_others(self, directory: str) -> dict[str, str]:
         """Waits for the other processes and returns their checksums.
 
-        The barrier is made of files, because a collective on this background thread could interleave differently with
-        those of the training step on each host, and hang them all.
+        The barrier is made of files, because a collective on this background thread could
+        interleave differently with those of the training step on each host, and hang them all.
         """
         deadline = time.monotonic() + COMMIT_TIMEOUT_S
         written = {}
         others = range(1, jax.process_count())
-        for found in in_parallel(functools.partial(self._await, directory, process, deadline) for process in others):
+        for found in in_parallel(
+            functools.partial(self._await, directory, process, deadline) for process in others
+        ):
             written |= found
         return written
 
@@ -829,8 +1002,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         while (content := self.store.read(key)) is None:
             if self._others_are_lost or time.monotonic() > deadline:
                 raise OSError(
-                    f"process {process} did not finish within {COMMIT_TIMEOUT_S:g} s. Is the directory on a file "
-                    "system that all hosts share?"
+                    f"process {process} did not finish within {COMMIT_TIMEOUT_S:g} s. Is the "
+                    f"directory on a file system that all hosts share?"
                 )
             time.sleep(0.2 if self.store.path else 1.0)
         found = json.loads(content)
@@ -841,11 +1014,12 @@ class Checkpointer(contextlib.AbstractContextManager):
 
 
 def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[Checkpointer, int]:
-    """Returns a Checkpointer for a run, which the caller closes, and a step, the same in all processes.
+    """Returns a Checkpointer for a run, which the caller closes, and a step, the same in all
+    processes.
 
-    `path` is the directory or URL of a run, or of one of its checkpoints. If `step` is None, returns the step of that
-    checkpoint, or the last complete step of the run; raises ValueError if the run has none. Does not check that a step
-    given by `path` or `step` exists.
+    `path` is the directory or URL of a run, or of one of its checkpoints. If `step` is None,
+    returns the step of that checkpoint, or the last complete step of the run; raises ValueError if
+    the run has none. Does not check that a step given by `path` or `step` exists.
     """
     place = os.fspath(path).rstrip("/")
     above, _, name = place.rpartition("/")
@@ -857,18 +1031,24 @@ def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[C
     if found is None:
         checkpoints.close()
         raise ValueError(
-            f"no complete checkpoint in {checkpoints.store.url}. Give the directory of a run, such as runs/<name>, or "
-            "of one checkpoint, such as runs/<name>/checkpoints/0000000500. If the run set paths.checkpoints, look "
-            "there."
+            f"no complete checkpoint in {checkpoints.store.url}. Give the directory of a run, such "
+            f"as runs/<name>, or of one checkpoint, such as runs/<name>/checkpoints/0000000500. If "
+            f"the run set paths.checkpoints, look there."
         )
     return checkpoints, found
 
 
-def check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, Any], remedy: str = REMEDY) -> None:
-    """Raises ValueError, with differences and `remedy`, unless the saved arrays have the expected shapes and dtypes."""
+def check_same_arrays(
+    path: str, saved: dict[str, SavedArray], expected: dict[str, Any], remedy: str = REMEDY
+) -> None:
+    """Raises ValueError, with differences and `remedy`, unless the saved arrays have the expected
+    shapes and dtypes.
+    """
     found = {name: f"{array.dtype}{list(array.shape)}" for name, array in saved.items()}
     wanted = {name: f"{x.dtype}{list(x.shape)}" for name, x in expected.items()}
     if problems := config_differences(found, wanted, (*found, *wanted)):
         raise ValueError(
-            f"the checkpoint {path} does not fit this run:\n  " + "\n  ".join(problems[:10]) + f"\n{remedy}"
+            f"the checkpoint {path} does not fit this run:\n  "
+            + "\n  ".join(problems[:10])
+            + f"\n{remedy}"
         )

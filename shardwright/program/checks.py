@@ -21,9 +21,12 @@ from shardwright.settings.settings import made, untyped
 
 
 def register_schema() -> None:
-    """Registers the defaults of all settings with Hydra. A required setting has no value until a configuration sets it.
+    """Registers the defaults of all settings with Hydra.
 
-    Those of the model are known only after Hydra's composition has chosen its module: see to_config.
+    A required setting has no value until a configuration sets it.
+
+    Those of the model are known only after Hydra's composition has chosen its module: see
+    to_config.
     """
     register_shipped()
     schema = untyped(Config)
@@ -38,10 +41,14 @@ def to_config(composed: DictConfig | dict) -> Config:
     """
     c = made(Config, composed)
     if not isinstance(c.model, dict):
-        raise ValueError(f"model is {c.model!r}; it must be a section, with the settings of a model.")
+        raise ValueError(
+            f"model is {c.model!r}; it must be a section, with the settings of a model."
+        )
     name = c.model.get("module", "train")
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"model.module is {name!r}; give the name of a Python module, such as train or gpt2.")
+        raise ValueError(
+            f"model.module is {name!r}; give the name of a Python module, such as train or gpt2."
+        )
     c.model = made(module_of(name).ModelConfig, c.model, "model")
     if c.optimizer.base is not None:
         c.optimizer.base = _checked_base(c)
@@ -50,16 +57,26 @@ def to_config(composed: DictConfig | dict) -> Config:
 
 
 def _checked_base(c: Config) -> dict[str, Any]:
-    """Converts optimizer.base to the types of the model's settings. Raises ValueError if one is wrong or unknown."""
+    """Converts optimizer.base to the types of the model's settings.
+
+    Raises ValueError if one is wrong or unknown.
+    """
     base = c.optimizer.base
     if not isinstance(base, dict):
-        raise ValueError(f"optimizer.base is {base!r}; give settings of the model: 'optimizer.base={{d_model: 64}}'.")
+        raise ValueError(
+            f"optimizer.base is {base!r}; give settings of the model: 'optimizer.base={{d_model: "
+            f"64}}'."
+        )
     model = made(type(c.model), dataclasses.asdict(c.model) | base, "optimizer.base")
     for name in ("module", "vocab", "bos_id", "experts"):
         if name in base and base[name] != getattr(c.model, name):
-            raise ValueError(f"optimizer.base has {name}, with which nothing is scaled; leave it out.")
+            raise ValueError(
+                f"optimizer.base has {name}, with which nothing is scaled; leave it out."
+            )
     if c.optimizer.parametrization == "completep" and "layers" not in base:
-        raise ValueError("optimizer.base has no layers, which completep scales with; add them, or use mup.")
+        raise ValueError(
+            "optimizer.base has no layers, which completep scales with; add them, or use mup."
+        )
     check_ranges("optimizer.base", model)
     return {name: getattr(model, name) for name in base}
 
@@ -73,13 +90,16 @@ def check_length(c: Config) -> None:
     given = [f"training.{name}={value}" for name, value in lengths.items() if value is not None]
     if len(given) > 1:
         other = given[0].partition("=")[0]
-        raise ValueError(f"the run has several lengths: {', '.join(given)}. Keep one: set {other}=null, for example.")
+        raise ValueError(
+            f"the run has several lengths: {', '.join(given)}. Keep one: set {other}=null, for "
+            "example."
+        )
     if c.training.keep_best and (
         not c.training.eval_batches or (c.training.eval_interval or c.training.eval_epochs) is None
     ):
         raise ValueError(
-            "training.keep_best is true, but the run does not validate before its end. Give training.eval_interval, "
-            "and training.eval_batches above 0."
+            "training.keep_best is true, but the run does not validate before its end. Give "
+            "training.eval_interval, and training.eval_batches above 0."
         )
 
 
@@ -96,7 +116,9 @@ def check_config(c: Config) -> None:
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
-            raise ValueError(f"{name} is {value!r}, which is not JSON; give a finite number, a text or null.") from None
+            raise ValueError(
+                f"{name} is {value!r}, which is not JSON; give a finite number, a text or null."
+            ) from None
     try:
         schedule_of(c.pipeline.schedule)
     except ValueError as error:
@@ -104,16 +126,21 @@ def check_config(c: Config) -> None:
     check_distributed(c.distributed)
     check_trackers(c.trackers)
     check_length(c)
-    in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
+    in_loop = c.training.unroll is not None and (
+        c.training.unroll < c.model.layers or c.model.layers == 1
+    )
     if c.training.save == "offload" and not (in_loop and c.mesh.p == 1):
         raise ValueError(
-            "training.save is offload, which saves no memory without a loop over layers, or with stages. Set "
-            "training.unroll=1 and mesh.p=1, or choose marked."
+            "training.save is offload, which saves no memory without a loop over layers, or with "
+            "stages. Set training.unroll=1 and mesh.p=1, or choose marked."
         )
     if c.training.loss_chunk is not None and c.training.seq_len % c.training.loss_chunk:
         raise ValueError(
-            f"training.loss_chunk is {c.training.loss_chunk}; it must divide training.seq_len = {c.training.seq_len}."
+            f"training.loss_chunk is {c.training.loss_chunk}; it must divide training.seq_len = "
+            f"{c.training.seq_len}."
         )
     if not c.distributed.is_single and c.paths.model_name is None:
-        raise ValueError("give paths.model_name, the same in all processes: distributed sets up several.")
+        raise ValueError(
+            "give paths.model_name, the same in all processes: distributed sets up several."
+        )
     check_changes(c, check_config)

@@ -21,7 +21,9 @@ from shardwright.settings.output import say
 def compile_step(
     lowered: jax.stages.Lowered, directory: Path, options: dict[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, Path | None]:
-    """Compiles a step for the current mesh and writes its optimized HLO text. Prints why if it cannot write it.
+    """Compiles a step for the current mesh and writes its optimized HLO text.
+
+    Prints why if it cannot write it.
 
     Removes the texts, tables and pictures of earlier starts.
 
@@ -31,10 +33,11 @@ def compile_step(
         options: compiler options.
 
     Returns:
-        The compiled step and the path of the text, with current source lines. The path is None if the text cannot be
-        written, and on processes other than 0.
+        The compiled step and the path of the text, with current source lines. The path is None if
+        the text cannot be written, and on processes other than 0.
     """
-    # Otherwise a program from JAX's compilation cache would have the source lines of the time it was compiled.
+    # Otherwise a program from JAX's compilation cache would have the source lines of the time it
+    # was compiled.
     in_key = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, in_key)
     jax.config.update(in_key, True)
@@ -50,7 +53,9 @@ def compile_step(
 
 @contextlib.contextmanager
 def seconds_shown(what: str) -> Iterator[None]:
-    """Shows `what`, such as "compiling", during its context, on process 0; on a terminal with the seconds so far."""
+    """Shows `what`, such as "compiling", during its context, on process 0; on a terminal with the
+    seconds so far.
+    """
     if jax.process_index() != 0:
         yield
     elif not (console := Console()).is_terminal:
@@ -64,7 +69,10 @@ def seconds_shown(what: str) -> Iterator[None]:
 
 
 def free_kept_memory() -> None:
-    """Makes glibc return freed memory to the system: compiling leaves hundreds of MiB. Does nothing without glibc."""
+    """Makes glibc return freed memory to the system: compiling leaves hundreds of MiB.
+
+    Does nothing without glibc.
+    """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
@@ -79,7 +87,9 @@ def _keep_hlo(compiled: jax.stages.Compiled, directory: Path) -> Path | None:
         write_whole(path, with_mesh(text, jax.sharding.get_mesh().shape))
         remove_older(path, "training_step_optimized_hlo_20*")
     except (OSError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        say(f"HLO text: none, {path} cannot be written: {getattr(error, 'strerror', None) or error}")
+        say(
+            f"HLO text: none, {path} cannot be written: {getattr(error, 'strerror', None) or error}"
+        )
         return None
     return path
 

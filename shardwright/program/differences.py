@@ -7,9 +7,15 @@ _ABSENT = object()
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lists the names that do not have the same value in all of these flat configurations, in their order."""
+    """Lists the names that do not have the same value in all of these flat configurations, in their
+    order.
+    """
     names = dict.fromkeys(name for config in configs for name in config)
-    return [name for name in names if any(x.get(name, _ABSENT) != configs[0].get(name, _ABSENT) for x in configs)]
+    return [
+        name
+        for name in names
+        if any(x.get(name, _ABSENT) != configs[0].get(name, _ABSENT) for x in configs)
+    ]
 
 
 def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> list[str]:
@@ -18,13 +24,19 @@ def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> li
     Args:
         saved: configuration stored with the checkpoint.
         current: configuration of this run.
-        fixed: names of sections or settings to compare, such as ("model", "optimizer", "data.seed").
+        fixed: names of sections or settings to compare, such as ("model", "optimizer",
+            "data.seed").
 
     Returns:
-        Lines like "optimizer.lr: checkpoint has 0.001, this run has 0.01", sorted by key; empty if all agree.
+        Lines like "optimizer.lr: checkpoint has 0.001, this run has 0.01", sorted by key; empty if
+        all agree.
     """
     before, now = (
-        {key: value for key, value in flat(config).items() if any(key == p or key.startswith(p + ".") for p in fixed)}
+        {
+            key: value
+            for key, value in flat(config).items()
+            if any(key == p or key.startswith(p + ".") for p in fixed)
+        }
         for config in (saved, current)
     )
 
@@ -38,8 +50,15 @@ def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> li
 
 
 def flat(config: dict, prefix: str = "") -> dict[str, Any]:
-    """Flattens a nested dict: {"a": {"b": 1}} becomes {"a.b": 1}. An empty dict counts as a value."""
+    """Flattens a nested dict: {"a": {"b": 1}} becomes {"a.b": 1}.
+
+    An empty dict counts as a value.
+    """
     values: dict[str, Any] = {}
     for key, value in config.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        values |= (
+            flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict) and value
+            else {f"{prefix}{key}": value}
+        )
     return values

@@ -9,10 +9,21 @@ from typing import Any
 from shardwright.data.untrusted import COPY_AGAIN, parse_json, parse_yaml, read_file, read_text
 
 LOCK = ".lock"
-"""File that a run locks. It names the process and host of the run, and is empty if no run uses the directory."""
+"""File that a run locks. It names the process and host of the run, and is empty if no run uses the
+directory."""
 REPORT = "report.html"
 """The run's report page."""
-OF_A_STEP = ("step", "event", "elapsed", "tokens", "seconds", "data_seconds", "tokens_per_second", "mfu", "unix_time")
+OF_A_STEP = (
+    "step",
+    "event",
+    "elapsed",
+    "tokens",
+    "seconds",
+    "data_seconds",
+    "tokens_per_second",
+    "mfu",
+    "unix_time",
+)
 """Names that RunLog adds to the metrics of a step."""
 
 
@@ -32,13 +43,23 @@ def read_config(path: Path) -> dict[str, dict]:
 
 
 def as_config(found: object, where: str) -> dict[str, dict]:
-    """Returns `found` if it is a dict of sections. Otherwise raises ValueError; its message begins with `where`."""
-    if not isinstance(found, dict) or not all(isinstance(section, dict) for section in found.values()):
-        raise ValueError(f"{where} has no configuration of a run: sections of settings. Is it a run of this program?")
+    """Returns `found` if it is a dict of sections.
+
+    Otherwise raises ValueError; its message begins with `where`.
+    """
+    if not isinstance(found, dict) or not all(
+        isinstance(section, dict) for section in found.values()
+    ):
+        raise ValueError(
+            f"{where} has no configuration of a run: sections of settings. Is it a run of this "
+            "program?"
+        )
     try:
         json.dumps(found)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{where} has a value that is not a setting: {error}. Is it a run of this program?") from error
+        raise ValueError(
+            f"{where} has a value that is not a setting: {error}. Is it a run of this program?"
+        ) from error
     return found
 
 
@@ -46,9 +67,11 @@ _MOST_BYTES, _MOST_STEP = 2**32, 2**53
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yields the objects of a run's JSON-lines file, and None for each line without an object with an integer `step`.
+    """Yields the objects of a run's JSON-lines file, and None for each line without an object with
+    an integer `step`.
 
-    A killed run may leave such a line. Raises FileNotFoundError, Damaged, or ValueError if the file cannot be read.
+    A killed run may leave such a line. Raises FileNotFoundError, Damaged, or ValueError if the file
+    cannot be read.
     """
     for line in read_file(path, _MOST_BYTES).splitlines():
         try:
@@ -60,7 +83,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def end_of(records: Iterable[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-    """Returns the event `end` that follows the last step of a metrics.jsonl; None if the run did not get to it."""
+    """Returns the event `end` that follows the last step of a metrics.jsonl; None if the run did
+    not get to it.
+    """
     end = None
     for record in filter(None, records):
         if record.get("event", "end") == "end":

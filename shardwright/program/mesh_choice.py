@@ -1,4 +1,6 @@
-"""Chooses a mesh for a program that reads a saved run: of its settings, or of the devices that there are."""
+"""Chooses a mesh for a program that reads a saved run: of its settings, or of the devices that
+there are.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -36,20 +38,25 @@ class StagesChoice(StepChoice):
 
 
 def mesh_for(choice: MeshChoice, c: Config) -> jax.sharding.Mesh:
-    """Makes the mesh of `choice`, with the remaining devices along d; if nothing is chosen, that of c.mesh.
+    """Makes the mesh of `choice`, with the remaining devices along d; if nothing is chosen, that of
+    c.mesh.
 
-    Of c.mesh, axes that `choice` does not have are dropped. If the rest does not fit the devices, all devices are along
-    d, except for a StagesChoice. If this platform lacks the attention implementation of `c`, sets it to `auto` in `c`.
+    Of c.mesh, axes that `choice` does not have are dropped. If the rest does not fit the devices,
+    all devices are along d, except for a StagesChoice. If this platform lacks the attention
+    implementation of `c`, sets it to `auto` in `c`.
 
-    Raises ValueError if the mesh does not fit the devices or does not divide the weights. A StepChoice must also divide
-    the sequence length, and a StagesChoice, which is for training, also the batch size.
+    Raises ValueError if the mesh does not fit the devices or does not divide the weights. A
+    StepChoice must also divide the sequence length, and a StagesChoice, which is for training, also
+    the batch size.
     """
     simulate_devices(c.hardware)
     chosen = {axis: size for axis, size in dataclasses.asdict(choice).items() if size is not None}
     in_training = isinstance(choice, StagesChoice)
     sizes = {"d": -1} | chosen if chosen else dataclasses.asdict(c.mesh)
     try:
-        mesh = make_mesh(jax.devices(), **{axis: n for axis, n in sizes.items() if hasattr(choice, axis)})
+        mesh = make_mesh(
+            jax.devices(), **{axis: n for axis, n in sizes.items() if hasattr(choice, axis)}
+        )
     except ValueError:
         if chosen or in_training:
             raise

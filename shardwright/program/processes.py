@@ -1,4 +1,6 @@
-"""Collectives of Python values: errors of one process reach all, and all processes must be given the same."""
+"""Collectives of Python values: errors of one process reach all, and all processes must be given
+the same.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -19,7 +21,9 @@ _MESSAGE_BYTES = 6000
 
 
 def gathered(x: Any) -> np.ndarray:
-    """Gathers an array of the same shape from all processes, which all call this. Raises LostError if one has failed.
+    """Gathers an array of the same shape from all processes, which all call this.
+
+    Raises LostError if one has failed.
 
     The first axis of the result is the process.
     """
@@ -31,7 +35,8 @@ def gathered(x: Any) -> np.ndarray:
 
 def in_any_process(is_so: bool) -> bool:
     """Returns True if `is_so` is True in any process; all processes call this."""
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:  # asked in this order: no devices start
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        # asked in this order: no devices start
         return is_so
     return bool(gathered(np.int32(is_so)).any())
 
@@ -39,7 +44,8 @@ def in_any_process(is_so: bool) -> bool:
 def in_all_processes(action: Callable[[], T], *more: type[Exception]) -> T:
     """Runs `action`; all processes call this.
 
-    Damaged, OSError, ValueError or `more` in one is raised in all. Another exception in one is LostError in the others.
+    Damaged, OSError, ValueError or `more` in one is raised in all. Another exception in one is
+    LostError in the others.
     """
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return action()
@@ -53,7 +59,9 @@ def in_all_processes(action: Callable[[], T], *more: type[Exception]) -> T:
         raised = error
         kind = next((i for i, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
         text = str(error) if kind < len(kinds) else in_a_line(error)
-        sent = f"{kind} process {jax.process_index()}: {text}".encode(errors="replace")[:_MESSAGE_BYTES]
+        sent = f"{kind} process {jax.process_index()}: {text}".encode(errors="replace")[
+            :_MESSAGE_BYTES
+        ]
     sent = np.frombuffer(sent.ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
     texts = []
     if in_any_process(raised is not None):  # one number of each process, mostly
@@ -67,16 +75,24 @@ def in_all_processes(action: Callable[[], T], *more: type[Exception]) -> T:
 
 
 def check_processes(parts: Mapping[str, Any]) -> None:
-    """Raises ValueError in all processes if a part differs between processes. All call this with the same names.
+    """Raises ValueError in all processes if a part differs between processes.
 
-    Each process updates its own shards, so a stale file on one host would silently change the result.
+    All call this with the same names.
+
+    Each process updates its own shards, so a stale file on one host would silently change the
+    result.
     """
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return
-    digests = [np.frombuffer(hashlib.sha256(repr(part).encode()).digest(), np.uint8) for part in parts.values()]
+    digests = [
+        np.frombuffer(hashlib.sha256(repr(part).encode()).digest(), np.uint8)
+        for part in parts.values()
+    ]
     every = gathered(np.stack(digests))
     for name, differs in zip(parts, (every != every[0]).any(-1).T, strict=True):
         if differs.any():
             numbers = listed([str(process) for process in np.flatnonzero(differs)])
             which = f"process {numbers} has" if differs.sum() == 1 else f"processes {numbers} have"
-            raise ValueError(f"{which} another {name} than process 0: give all the same and restart.")
+            raise ValueError(
+                f"{which} another {name} than process 0: give all the same and restart."
+            )

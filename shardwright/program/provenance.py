@@ -1,12 +1,15 @@
-"""Records the source of a run in its directory and checkpoints, and compares it when the run is used again.
+"""Records the source of a run in its directory and checkpoints, and compares it when the run is
+used again.
 
-    <run>/source/<step>/    for each start of the run that did a step, named by the number of steps done before
+    <run>/source/<step>/    for each start of the run that did a step, named by the number of steps
+    done before
         train.py, <module>.py   as they ran, and modules that are not of this project
         source.zip              the project's source
-        provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run
+        provenance.json         commit, versions of all packages, command line, environment, hashes,
+        facts of the run
 
-The training step and the evaluation step are compared by hashes. Each step is traced on one device, and the hash is
-that of its lowered text, so comments and variable names do not matter.
+The training step and the evaluation step are compared by hashes. Each step is traced on one device,
+and the hash is that of its lowered text, so comments and variable names do not matter.
 """
 
 import dataclasses
@@ -55,36 +58,49 @@ ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 
 
 def own_modules() -> list[Path]:
-    """Lists the files of loaded modules that are the user's own: not of Python, installed packages or this project.
+    """Lists the files of loaded modules that are the user's own: not of Python, installed packages
+    or this project.
 
     The script `shardwright`, which an installer writes, is not one of them.
     """
     ours = *PACKAGES, "train.py", "jax_extra.py", "tools", "bench", "tests"
     within = tuple(f"{ROOT / name}/" for name in ours)
-    files = {file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
+    files = {
+        file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))
+    }
     own = (x for x in files if not f"{x}/".startswith(within) and not is_installed(x))
     return sorted(Path(file) for file in own if file.endswith(".py") and Path(file).is_file())
 
 
 @functools.cache
 def bytes_of(path: Path) -> bytes:
-    """Returns a source file as it was when this program first read it; it may be edited during the run."""
+    """Returns a source file as it was when this program first read it; it may be edited during the
+    run.
+    """
     return path.read_bytes()
 
 
 @functools.cache
 def files_of_project() -> dict[str, list[Path]]:
-    """Maps train.py, and each of PACKAGES, to its files. The programs are left out, as they do not train."""
+    """Maps train.py, and each of PACKAGES, to its files.
+
+    The programs are left out, as they do not train.
+    """
     apart = TRAIN, ROOT / "shardwright/tools"
     files = {name: sorted((ROOT / name).rglob("*.py")) for name in PACKAGES}
     return {
         TRAIN.name: [TRAIN],
-        **{name: [x for x in paths if not any(map(x.is_relative_to, apart))] for name, paths in files.items()},
+        **{
+            name: [x for x in paths if not any(map(x.is_relative_to, apart))]
+            for name, paths in files.items()
+        },
     }
 
 
 def source_of() -> dict[str, str]:
-    """Maps the names in files_of_project, and of the user's own modules, to a hash of these files."""
+    """Maps the names in files_of_project, and of the user's own modules, to a hash of these
+    files.
+    """
     files = dict(files_of_project())
     for path in own_modules():  # several may have one name, such as __init__.py
         files[path.name] = [*files.get(path.name, ()), path]
@@ -93,22 +109,30 @@ def source_of() -> dict[str, str]:
     def part(path):
         return f"{path.parent.name}/{path.name} {len(bytes_of(path))}\n".encode() + bytes_of(path)
 
-    return {name: hashlib.sha256(b"".join(map(part, paths))).hexdigest()[:20] for name, paths in files.items()}
+    return {
+        name: hashlib.sha256(b"".join(map(part, paths))).hexdigest()[:20]
+        for name, paths in files.items()
+    }
 
 
 def _device() -> Device:
-    """Returns the device to trace for: a CPU if JAX has one, because a run may resume on other devices."""
+    """Returns the device to trace for: a CPU if JAX has one, because a run may resume on other
+    devices.
+    """
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves it out
         return jax.local_devices()[0]
 
 
-def provenance_of(step: Step, which: tuple[str, ...] = ("training", "evaluation")) -> dict[str, Any]:
-    """Makes the provenance for a checkpoint: hashes of the source and of the plain programs, and what traced them.
+def provenance_of(
+    step: Step, which: tuple[str, ...] = ("training", "evaluation")
+) -> dict[str, Any]:
+    """Makes the provenance for a checkpoint: hashes of the source and of the plain programs, and
+    what traced them.
 
-    The plain programs are for one device, without settings that may change on resuming. A program that cannot be traced
-    has no hash, and `untraced` is the reason.
+    The plain programs are for one device, without settings that may change on resuming. A program
+    that cannot be traced has no hash, and `untraced` is the reason.
 
     Args:
         step: the training step.
@@ -123,14 +147,17 @@ def provenance_of(step: Step, which: tuple[str, ...] = ("training", "evaluation"
         except Exception as error:  # the model may need more devices, sequences or microbatches
             untraced[name] = in_a_line(error)
     found = {"programs": hashes} | ({"untraced": [*untraced.values()][-1]} if untraced else {})
-    traced_by = f"jax {jax.__version__}, lowered for {_device().platform}, two sequences a microbatch"
+    traced_by = (
+        f"jax {jax.__version__}, lowered for {_device().platform}, two sequences a microbatch"
+    )
     return {**found, "source": source_of(), "traced_by": traced_by}
 
 
 def compare_source(
     saved: dict[str, Any] | None, now: dict[str, Any], which: tuple[str, ...], allow: str | None
 ) -> str | None:
-    """Describes how the source differs from that of a checkpoint; None if it does not, or if that is not known.
+    """Describes how the source differs from that of a checkpoint; None if it does not, or if that
+    is not known.
 
     Args:
         saved: what provenance_of returned for the checkpoint; None in imported checkpoints.
@@ -145,18 +172,27 @@ def compare_source(
         return None
     names = sorted({name for name, _ in set(saved["source"].items()) ^ set(now["source"].items())})
     differs = f"{listed(names, 5)}: the source differs from that of the checkpoint"
-    if saved["traced_by"] != now["traced_by"] or not {*which} <= {*saved["programs"]} & {*now["programs"]}:
-        untraced = saved["traced_by"] == now["traced_by"] and (now.get("untraced") or saved.get("untraced"))
+    if saved["traced_by"] != now["traced_by"] or not {*which} <= {*saved["programs"]} & {
+        *now["programs"]
+    }:
+        untraced = saved["traced_by"] == now["traced_by"] and (
+            now.get("untraced") or saved.get("untraced")
+        )
         why = untraced or f"the checkpoint was traced by {saved['traced_by']}"
         return f"{differs}; cannot tell if it computes the same: {why}" if names else None
     others = [name for name in which if saved["programs"][name] != now["programs"][name]]
     if not others:
         return f"{differs}; it computes the same in {' and '.join(which)}" if names else None
-    differs = differs if names else "settings, packages or modules that are not compared changed the program"
+    differs = (
+        differs
+        if names
+        else "settings, packages or modules that are not compared changed the program"
+    )
     found = f"{differs}, and it computes something else in {' and '.join(others)}"
     if allow is not None:
         raise ValueError(
-            f"{found}. Use the source kept in the run's directory (source/), or give {allow} to continue with this one."
+            f"{found}. Use the source kept in the run's directory (source/), or give {allow} to "
+            "continue with this one."
         )
     return found
 
@@ -174,7 +210,9 @@ def keep_source(directory: Path, step: int, model: object, about: Mapping[str, A
         "project_commit": next(filter(None, map(_commit, projects)), None),
         "command": sys.orig_argv,
         "python": platform.python_version(),
-        "packages": dict(sorted({about["Name"]: about["Version"] for about in packages if about["Name"]}.items())),
+        "packages": dict(
+            sorted({about["Name"]: about["Version"] for about in packages if about["Name"]}.items())
+        ),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
     }
     with best_effort(str(kept)):
@@ -182,19 +220,30 @@ def keep_source(directory: Path, step: int, model: object, about: Mapping[str, A
         names = set()
         of_model = Path(inspect.getsourcefile(type(model)) or "")
         for path in dict.fromkeys([TRAIN, of_model, *own_modules()]):
-            (kept / (f"{path.parent.name}__" * (path.name in names) + path.name)).write_bytes(bytes_of(path))
+            (kept / (f"{path.parent.name}__" * (path.name in names) + path.name)).write_bytes(
+                bytes_of(path)
+            )
             names.add(path.name)
-        with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+        with zipfile.ZipFile(
+            kept / "source.zip", "w", zipfile.ZIP_DEFLATED, strict_timestamps=False
+        ) as archive:
             for path in itertools.chain(*files_of_project().values()):
                 archive.writestr(str(path.relative_to(ROOT)), bytes_of(path))
-        write_whole(kept / "provenance.json", json.dumps({**found, **about}, indent=1, default=str) + "\n")
+        write_whole(
+            kept / "provenance.json", json.dumps({**found, **about}, indent=1, default=str) + "\n"
+        )
 
 
 def _commit(folder: Path) -> str | None:
-    """Returns the commit of the repository that a folder is in; None without git or a repository."""
+    """Returns the commit of the repository that a folder is in; None without git or a
+    repository.
+    """
     try:
         found = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=60
+            ["git", "-C", str(folder), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

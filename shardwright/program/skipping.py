@@ -14,16 +14,18 @@ from shardwright.program.checkpoint import named_leaves
 from shardwright.settings.output import listed
 
 SMALLER_RATE = (
-    "start another run from the weights of an earlier checkpoint (training.init_from) with a smaller "
-    "optimizer.learning_rate"
+    "start another run from the weights of an earlier checkpoint (training.init_from) with a "
+    "smaller optimizer.learning_rate"
 )
 
 
 RECENT, FEWEST = 20, 5
-"""Number of recent steps whose median smooths a loss or gradient norm, and the fewest steps for a median."""
+"""Number of recent steps whose median smooths a loss or gradient norm, and the fewest steps for a
+median."""
 LEAST, OF_NORM, RISES = 0.5, 10, 2
-"""Thresholds of a spike: least jump of a loss; multiple of spike_factor for gradient norms; and least jump of both as a
-multiple of the largest rise from step to step in RECENT steps, because small batches are noisy."""
+"""Thresholds of a spike: least jump of a loss; multiple of spike_factor for gradient norms; and
+least jump of both as a multiple of the largest rise from step to step in RECENT steps, because
+small batches are noisy."""
 
 
 class SkippedSteps:
@@ -67,13 +69,16 @@ class SkippedSteps:
         self._tell(step, why, "skipped")
         if self._most is not None and self.in_a_row >= self._most:
             raise FloatingPointError(
-                f"{self.in_a_row} steps in a row were skipped, the last of them step {step + 1} ({why}); "
-                f"training.max_skipped is {self._most}. Skip these batches (data.skip_steps) from an earlier "
-                f"checkpoint on (training.resume_step), or {SMALLER_RATE}."
+                f"{self.in_a_row} steps in a row were skipped, the last of them step {step + 1} "
+                f"({why}); training.max_skipped is {self._most}. Skip these batches "
+                f"(data.skip_steps) from an earlier checkpoint on (training.resume_step), or "
+                f"{SMALLER_RATE}."
             )
 
     def _see_spike(self, step: int, *values: float) -> None:
-        """Reports a loss or gradient norm above spike_factor times its lowest median, and restarts the comparison."""
+        """Reports a loss or gradient norm above spike_factor times its lowest median, and restarts
+        the comparison.
+        """
         found = []
         if self._spike_factor is not None and len(self._recent) >= FEWEST:
             both = [*zip(*self._recent, strict=True)]
@@ -81,9 +86,13 @@ class SkippedSteps:
             self._lowest = [*map(min, self._lowest or medians, medians)]
             times = (1, OF_NORM)
             least = (LEAST, 0)
-            for i, (name, value, low) in enumerate(zip(("loss", "gradient norm"), values, self._lowest, strict=True)):
+            for i, (name, value, low) in enumerate(
+                zip(("loss", "gradient norm"), values, self._lowest, strict=True)
+            ):
                 rise = max(later - earlier for earlier, later in itertools.pairwise(both[i]))
-                if value - low > max((times[i] * self._spike_factor - 1) * abs(low), least[i], RISES * rise):
+                if value - low > max(
+                    (times[i] * self._spike_factor - 1) * abs(low), least[i], RISES * rise
+                ):
                     found.append(f"{name} {value:.4g}, before {low:.4g}")
         if found:
             self._tell(step, " and ".join(found), "spike")
@@ -96,14 +105,19 @@ class SkippedSteps:
         """Raises FloatingPointError if all of the `steps` of this start were skipped."""
         if 0 < steps <= self.count - self._before:
             raise FloatingPointError(
-                f"all {steps} steps of this start were skipped, so nothing was learned. The events `skipped` in "
-                f"metrics.jsonl have the reasons. Resume from an earlier checkpoint (training.resume_step), or "
-                f"{SMALLER_RATE}."
+                f"all {steps} steps of this start were skipped, so nothing was learned. The events "
+                f"`skipped` in metrics.jsonl have the reasons. Resume from an earlier checkpoint "
+                f"(training.resume_step), or {SMALLER_RATE}."
             )
 
     def state(self) -> dict[str, Any]:
         """Returns the state, as JSON values, for a resumed run."""
-        return {"count": self.count, "in_a_row": self.in_a_row, "recent": [*self._recent], "lowest": self._lowest}
+        return {
+            "count": self.count,
+            "in_a_row": self.in_a_row,
+            "recent": [*self._recent],
+            "lowest": self._lowest,
+        }
 
 
 def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list]]:
@@ -116,7 +130,9 @@ def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list
     except (ValueError, OSError) as error:
         return f"documents unknown: {error}", {}
     named = [
-        f"{name or ''} {first} to {last}".strip() for name, stretches in found.items() for first, last in stretches
+        f"{name or ''} {first} to {last}".strip()
+        for name, stretches in found.items()
+        for first, last in stretches
     ]
     return f"documents {listed(named)}", {name or "": found[name] for name in found}
 
@@ -128,12 +144,13 @@ def are_finite(state: Any) -> Any:
 
 
 def check_finite(finite: object, step: int, ask: str) -> None:
-    """Waits for the result of `are_finite` after `step` steps, and raises FloatingPointError if any value is false.
+    """Waits for the result of `are_finite` after `step` steps, and raises FloatingPointError if any
+    value is false.
 
     `ask` is a command that finds the reason.
     """
     if bad := [name for name, is_finite in named_leaves(finite).items() if not is_finite]:
         raise FloatingPointError(
-            f"{listed(bad)}: values are not finite after step {step}, so this state is not saved. Run {ask} to find "
-            f"the first of them. The usual remedy: {SMALLER_RATE}."
+            f"{listed(bad)}: values are not finite after step {step}, so this state is not saved. "
+            f"Run {ask} to find the first of them. The usual remedy: {SMALLER_RATE}."
         )

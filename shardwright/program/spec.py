@@ -1,4 +1,6 @@
-"""Collects the parts of a training program that the package uses, so that no module imports train.py itself."""
+"""Collects the parts of a training program that the package uses, so that no module imports
+train.py itself.
+"""
 
 import dataclasses
 import importlib
@@ -17,7 +19,8 @@ class StepSpec:
     Attributes:
         State: class of the state, generic in the class of the weights.
         Batch: type of the batch of a step.
-        attention: softmax_attention, over all pairs of positions, with which other implementations are compared.
+        attention: softmax_attention, over all pairs of positions, with which other implementations
+            are compared.
         cross_entropy: (logits, targets) -> the loss of each target, in validation.
         optimizers: functions that update weights, by their name in optimizer.algorithm.
         init_state: (key, config, model) -> state.
@@ -41,19 +44,24 @@ class StepSpec:
 
 
 def load_spec(name: str | None = None) -> StepSpec:
-    """Loads the SPEC of a training program by the name of its module; None: the name that training_module returns.
+    """Loads the SPEC of a training program by the name of its module; None: the name that
+    training_module returns.
 
-    Raises ValueError if the module has none, or defines a field's name as something other than SPEC has.
+    Raises ValueError if the module has none, or defines a field's name as something other than SPEC
+    has.
     """
     module = importlib.import_module(name or training_module())
     spec = getattr(module, "SPEC", None)
     if not isinstance(spec, StepSpec):
         raise ValueError(
-            f"{module.__file__} has no SPEC, which tools and runs take its step from: define one as the released "
-            "train.py does (`shardwright fork` shows it)."
+            f"{module.__file__} has no SPEC, which tools and runs take its step from: define one "
+            f"as the released train.py does (`shardwright fork` shows it)."
         )
     for field in dataclasses.fields(spec):
         own = vars(module).get(field.name)
         if own is not None and own is not getattr(spec, field.name):
-            raise ValueError(f"{module.__file__} has {field.name}, and its SPEC another one: name its own in SPEC.")
+            raise ValueError(
+                f"{module.__file__} has {field.name}, and its SPEC another one: name its own in "
+                "SPEC."
+            )
     return spec

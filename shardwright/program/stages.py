@@ -1,7 +1,7 @@
 """Runs the microbatches of a step in pipeline stages, and places the layers on the stages.
 
-At rest, a stack of layers is sharded `layers/p`, with rows in the order of shardlib/placement.py: layer order if each
-device of p has one stage.
+At rest, a stack of layers is sharded `layers/p`, with rows in the order of shardlib/placement.py:
+layer order if each device of p has one stage.
 """
 
 import dataclasses
@@ -36,7 +36,10 @@ def has_stages() -> bool:
 
 
 def placement_of(c: Config, model: LanguageModel) -> LayerPlacement:
-    """Places the layers of a run on the stages of the current mesh. Raises ValueError if they cannot be."""
+    """Places the layers of a run on the stages of the current mesh.
+
+    Raises ValueError if they cannot be.
+    """
     p = mesh_axes().get(PIPELINE_AXIS, 1)
     v = c.pipeline.virtual_stages
     if p == 1:
@@ -44,13 +47,19 @@ def placement_of(c: Config, model: LanguageModel) -> LayerPlacement:
     try:
         stages = stages_of(c.pipeline.schedule, p, c.training.microbatches, v)
     except ValueError as error:
-        names = "p is mesh.p, v pipeline.virtual_stages, the number of microbatches training.microbatches"
+        names = (
+            "p is mesh.p, v pipeline.virtual_stages, the number of microbatches "
+            "training.microbatches"
+        )
         raise ValueError(f"pipeline.schedule={c.pipeline.schedule}: {error} ({names})") from None
     return place_layers(c.model.layers, stages, period_of(model))
 
 
 def training_table(c: Config, model: LanguageModel) -> TickTable:
-    """Makes the tick table of a training step. Raises ValueError if the schedule rejects training.microbatches."""
+    """Makes the tick table of a training step.
+
+    Raises ValueError if the schedule rejects training.microbatches.
+    """
     return tick_table(_orders(c, placement_of(c, model)))
 
 
@@ -75,7 +84,9 @@ class Parts:
         """Computes the input of the first layer."""
         return self.forward.embed(w, self.forward.tokens(*microbatch))
 
-    def layers(self, w: object, x: object, layer_ids: jax.Array, *microbatch: Any) -> tuple[Any, Any]:
+    def layers(
+        self, w: object, x: object, layer_ids: jax.Array, *microbatch: Any
+    ) -> tuple[Any, Any]:
         """Applies the layers `layer_ids` of a stage to `x`. Also returns their LayerAux."""
         x, _, aux = self.forward.layers(w, x, self.forward.tokens(*microbatch), layer_ids)
         return x, aux
@@ -99,8 +110,8 @@ def run(
         training: False runs only the forward pass.
 
     Returns:
-        The sum of the losses, its gradients, and the LayerMetrics. Without `training`, the sum leaves out the auxiliary
-        losses of layers, and gradients and metrics are None.
+        The sum of the losses, its gradients, and the LayerMetrics. Without `training`, the sum
+        leaves out the auxiliary losses of layers, and gradients and metrics are None.
     """
     placement = placement_of(c, forward.model)
     orders = _orders(c, placement)
@@ -114,13 +125,18 @@ def run(
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
-    """Initializes weights (modeling.weights.initialize), layers in the order of the mesh's stages. Call under jit."""
+    """Initializes weights (modeling.weights.initialize), layers in the order of the mesh's stages.
+
+    Call under jit.
+    """
     placement = placement_of(c, model)  # raises if the layers do not divide into stages
     return initialize(initial_table(c.optimizer, model), key, placement.order)
 
 
 def stack_orders(placement: LayerPlacement, kind: object, like: object) -> dict[str, np.ndarray]:
-    """Returns the `orders` that Checkpointer takes for `like`, of type `kind`; {} if all stacks are in layer order."""
+    """Returns the `orders` that Checkpointer takes for `like`, of type `kind`; {} if all stacks are
+    in layer order.
+    """
     if placement.order is None:
         return {}
     found = [(path, array) for path, array, part in arrays_of(kind, like) if part is not ABSENT]
@@ -128,14 +144,18 @@ def stack_orders(placement: LayerPlacement, kind: object, like: object) -> dict[
 
 
 def folded_mesh(c: Config) -> jax.sharding.Mesh:
-    """Returns the current mesh with all axes but t folded into d, or into r if d would not divide the weights."""
+    """Returns the current mesh with all axes but t folded into d, or into r if d would not divide
+    the weights.
+    """
     mesh = jax.sharding.get_mesh()
     if {*mesh.shape} <= {*ALWAYS}:
         return mesh
     # JAX moves arrays only between meshes with the same order of devices.
     others = mesh.size // mesh.shape["t"]
     try:
-        check_divides(c, sizes := {"d": others, "t": mesh.shape["t"]}, of_batch=False, of_sequences=False)
+        check_divides(
+            c, sizes := {"d": others, "t": mesh.shape["t"]}, of_batch=False, of_sequences=False
+        )
     except ValueError:
         sizes = {"r": others, "d": 1, "t": mesh.shape["t"]}
     return make_mesh([*mesh.devices.flat], **sizes)
@@ -150,7 +170,9 @@ def without_stages(weights: object, placement: LayerPlacement, mesh: jax.shardin
 
     @jax.jit
     def in_order(x):
-        return x.at[np.argsort(order)].get(out_sharding=PartitionSpec(None, *jax.typeof(x).sharding.spec[1:]))
+        return x.at[np.argsort(order)].get(
+            out_sharding=PartitionSpec(None, *jax.typeof(x).sharding.spec[1:])
+        )
 
     with jax.set_mesh(mesh):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)

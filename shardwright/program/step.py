@@ -1,4 +1,6 @@
-"""Represents a program of a run, traced once: the input of verification, plans, statistics and hashes."""
+"""Represents a program of a run, traced once: the input of verification, plans, statistics and
+hashes.
+"""
 
 import dataclasses
 import functools
@@ -31,14 +33,19 @@ from shardwright.program.spec import StepSpec, load_spec
 NAMES = "training", "evaluation", "start"
 """Programs of a run: make_training_step, make_evaluation_step and init_state of train.py."""
 EINSUM_ATTENTION = {"training.attention": "einsum", "training.context": "gather"}
-"""Edits for attention by train.softmax_attention over all keys, which applies an AttentionMask to all pairs."""
+"""Edits for attention by train.softmax_attention over all keys, which applies an AttentionMask to
+all pairs."""
 
 
 def with_settings(c: Config, edits: Mapping[str, Any]) -> Config:
-    """Returns the configuration with other values of settings, by name, such as `training.attention`."""
+    """Returns the configuration with other values of settings, by name, such as
+    `training.attention`.
+    """
     for name, value in edits.items():
         section, _, field = name.partition(".")
-        c = dataclasses.replace(c, **{section: dataclasses.replace(getattr(c, section), **{field: value})})
+        c = dataclasses.replace(
+            c, **{section: dataclasses.replace(getattr(c, section), **{field: value})}
+        )
     return c
 
 
@@ -52,13 +59,15 @@ class Step:
         mesh: the mesh to trace on, of devices or abstract.
         spec: the parts of the training program.
         name: one of NAMES, or "logits", the forward pass over texts.
-        kernels_as_calls: True to trace attention kernels as opaque calls, which are not run. JAX traces cuDNN's only
-            where cuDNN is installed, and plans need the share of pairs that a kernel computes, which the code of
-            blockwise and of ring attention does not state.
-        plain_sums: True to trace sums of rows by id as a scatter-add: on GPUs they are computed in a number of turns
-            that depends on sizes.
-        planned: axis sizes of the mesh for which it chooses fast implementations; empty: those of `mesh`.
-        like: a step at other sizes, whose choices by size it repeats; None: its programs choose for their own sizes.
+        kernels_as_calls: True to trace attention kernels as opaque calls, which are not run. JAX
+            traces cuDNN's only where cuDNN is installed, and plans need the share of pairs that a
+            kernel computes, which the code of blockwise and of ring attention does not state.
+        plain_sums: True to trace sums of rows by id as a scatter-add: on GPUs they are computed in
+            a number of turns that depends on sizes.
+        planned: axis sizes of the mesh for which it chooses fast implementations; empty: those of
+            `mesh`.
+        like: a step at other sizes, whose choices by size it repeats; None: its programs choose for
+            their own sizes.
     """
 
     config: Config
@@ -84,24 +93,43 @@ class Step:
         planned: Mapping[str, int] | None = None,
         plain_sums: bool = False,
     ) -> "Step":
-        """Returns the step with another name, on another mesh, or with other settings. Each variant is traced once.
+        """Returns the step with another name, on another mesh, or with other settings.
 
-        `edits` are of the sections `training` and `pipeline`, as in `with_settings`. None: as it is.
+        Each variant is traced once.
+
+        `edits` are of the sections `training` and `pipeline`, as in `with_settings`. None: as it
+        is.
         """
         c = with_settings(self.config, edits or {})
         mesh = mesh or self.mesh
         planned = self.planned if planned is None else planned
         planned = {} if planned == dict(mesh.shape) else planned
         plain_sums |= self.plain_sums
-        is_of_size = (mesh, c, planned, plain_sums) == (self.mesh, self.config, self.planned, self.plain_sums)
-        changes = {"plain_sums": plain_sums, "planned": planned, "like": self.like if is_of_size else None}
+        is_of_size = (mesh, c, planned, plain_sums) == (
+            self.mesh,
+            self.config,
+            self.planned,
+            self.plain_sums,
+        )
+        changes = {
+            "plain_sums": plain_sums,
+            "planned": planned,
+            "like": self.like if is_of_size else None,
+        }
         other = dataclasses.replace(self, config=c, mesh=mesh, name=name or self.name, **changes)
         return self._known[other._key]
 
     @property
     def _key(self) -> tuple:
         settings = repr((self.config.training, self.config.pipeline))
-        return self.name, settings, self.mesh, self.kernels_as_calls, self.plain_sums, *self.planned.items()
+        return (
+            self.name,
+            settings,
+            self.mesh,
+            self.kernels_as_calls,
+            self.plain_sums,
+            *self.planned.items(),
+        )
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -111,12 +139,17 @@ class Step:
     @property
     def size(self) -> tuple[int, int]:
         """Sequences per microbatch, and positions per sequence."""
-        return self.config.training.batch_size // self.config.training.microbatches, self.config.training.seq_len
+        return (
+            self.config.training.batch_size // self.config.training.microbatches,
+            self.config.training.seq_len,
+        )
 
     @property
     def forward(self) -> Forward:
         """The forward pass of its model."""
-        return Forward(self.model, self.config.training, self.spec.attention, self.name == "training")
+        return Forward(
+            self.model, self.config.training, self.spec.attention, self.name == "training"
+        )
 
     @functools.cached_property
     def calls(self) -> list[Call]:
@@ -171,9 +204,9 @@ class Step:
             step = spec.make_training_step(c, model)
             if schedule_step(c) and "schedule_step" not in inspect.signature(step).parameters:
                 raise ValueError(
-                    f"training.minutes is {c.training.minutes}, and the training step of {spec.module} takes no "
-                    "schedule_step: add this last argument, and pass it to learning_rate as the released train.py "
-                    "does, or give the length in steps."
+                    f"training.minutes is {c.training.minutes}, and the training step of "
+                    f"{spec.module} takes no schedule_step: add this last argument, and pass it to "
+                    f"learning_rate as the released train.py does, or give the length in steps."
                 )
             return step.trace(state, self.batch(), np.int32(0), *schedule_step(c))
 
@@ -183,7 +216,10 @@ class Step:
         return self.traced.jaxpr
 
     def lower(self) -> jax.stages.Lowered:
-        """Lowers the program. On a mesh of devices, it can be compiled while that mesh is the current one."""
+        """Lowers the program.
+
+        On a mesh of devices, it can be compiled while that mesh is the current one.
+        """
         with tracing(self.mesh, self.planned or self.mesh.shape):
             return self.traced.lower()
 
@@ -194,10 +230,11 @@ class Step:
 
 
 def schedule_step(c: Config, elapsed: Any = 0.0) -> tuple:
-    """Returns a tuple of the position in optimizer.schedule, last argument of a training step with training.minutes.
+    """Returns a tuple of the position in optimizer.schedule, last argument of a training step with
+    training.minutes.
 
-    `elapsed` is the share of these minutes that has passed, of which optimizer.schedule_steps stands for the whole. ()
-    without these settings: then the schedule goes by steps.
+    `elapsed` is the share of these minutes that has passed, of which optimizer.schedule_steps
+    stands for the whole. () without these settings: then the schedule goes by steps.
     """
     steps = c.optimizer.schedule_steps
     return () if c.training.minutes is None or steps is None else (elapsed * np.float32(steps),)
@@ -225,18 +262,23 @@ def trace_step(
     spec: StepSpec | None = None,
     kernels_as_calls: bool = False,
 ) -> Step:
-    """Makes the Step of these settings on a mesh, by default the current one. Step.other makes variants of it.
+    """Makes the Step of these settings on a mesh, by default the current one.
 
-    `name` and `kernels_as_calls` are as in Step. `spec` has the parts of the training program; None: that of
-    `load_spec`.
+    Step.other makes variants of it.
+
+    `name` and `kernels_as_calls` are as in Step. `spec` has the parts of the training program;
+    None: that of `load_spec`.
     """
     mesh = mesh or jax.sharding.get_mesh()
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
     return Step(c, model, mesh, spec or load_spec(), name, kernels_as_calls)
 
 
-def open_steps(c: Config, sizes: Mapping[str, int], device: AbstractDevice | None = None) -> list[Step]:
-    """Makes a Step for each phase of training.changes, to be traced on an abstract mesh, without devices.
+def open_steps(
+    c: Config, sizes: Mapping[str, int], device: AbstractDevice | None = None
+) -> list[Step]:
+    """Makes a Step for each phase of training.changes, to be traced on an abstract mesh, without
+    devices.
 
     Args:
         c: the configuration. Its section `mesh` is ignored.

@@ -1,7 +1,8 @@
 """Sends the metrics of a run to experiment trackers: TensorBoard, Weights & Biases, ClearML.
 
-metrics.jsonl remains the record of a run; trackers get the same numbers by the same names. A tracker is imported only
-if a run uses it. Its own environment variables choose where it stores runs, such as a server.
+metrics.jsonl remains the record of a run; trackers get the same numbers by the same names. A
+tracker is imported only if a run uses it. Its own environment variables choose where it stores
+runs, such as a server.
 """
 
 import contextlib
@@ -30,7 +31,8 @@ from shardwright.settings.output import say
 from shardwright.settings.program import has_package
 
 FILE = "trackers.json"
-"""File in a run's directory with the run's id in each tracker, by which a resumed run continues its record there."""
+"""File in a run's directory with the run's id in each tracker, by which a resumed run continues its
+record there."""
 TIMEOUT_S = 60.0
 """Longest time, in seconds, that a run waits for each tracker at its start and at its end."""
 
@@ -40,7 +42,8 @@ class TrackersConfig:
     """Settings of experiment trackers (docs/report.md)."""
 
     names: list[str] = dataclasses.field(default_factory=list)
-    """Trackers to send metrics to: any of tensorboard, wandb, clearml, and module:function of your own."""
+    """Trackers to send metrics to: any of tensorboard, wandb, clearml, and module:function of your
+    own."""
     project: str = "shardwright"
     """Project, or experiment, of the run in the trackers."""
 
@@ -48,7 +51,8 @@ class TrackersConfig:
 def check_trackers(c: TrackersConfig) -> None:
     """Raises ValueError for an unknown tracker."""
     for name in c.names:
-        if not OWN.fullmatch(name):  # which is imported where the run starts: a configuration may be a stranger's
+        if not OWN.fullmatch(name):
+            # which is imported where the run starts: a configuration may be a stranger's
             check_choice("trackers.names", name, tuple(TRACKERS))
 
 
@@ -67,24 +71,30 @@ class Facts(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A run opened in a tracker: its id, a function to log numbers by name at a step, and one to close it."""
+    """A run opened in a tracker: its id, a function to log numbers by name at a step, and one to
+    close it.
+    """
 
     id: str
     log: Callable[[dict[str, float], int], Any]
     close: Callable[[], Any]
 
 
-# ---- the trackers -----------------------------------------------------------------------------------------------
+# ---- the trackers --------------------------------------------------------------------------------
 
 
 def _tensorboard(tensorboardx: Any, run: Facts) -> Opened:
-    # Next to plugins/profile, so that TensorBoard shows both. purge_step hides what a killed run logged after start.
+    # Next to plugins/profile, so that TensorBoard shows both. purge_step hides what a killed run
+    # logged after start.
     suffix = f".{run.start}"  # or two starts within a second would share a file
     writer = tensorboardx.SummaryWriter(
         str(run.directory), purge_step=run.start + 1 if run.start else None, filename_suffix=suffix
     )
-    writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in run.settings.items()))
-    logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # no warning per NaN: the run reports them
+    writer.add_text(
+        "settings", "\n".join(f"    {name}: {value}" for name, value in run.settings.items())
+    )
+    # no warning per NaN: the run reports them
+    logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
 
     def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -110,16 +120,20 @@ def _wandb(wandb: Any, run: Facts) -> Opened:
         reinit="create_new",  # a sweep has several runs in one process
         settings=wandb.Settings(console="off", silent=True, login_timeout=30),
     )
-    # W&B's step counter cannot go back when a resumed run repeats steps, so the step is logged as a metric.
+    # W&B's step counter cannot go back when a resumed run repeats steps, so the step is logged as a
+    # metric.
     opened.define_metric("*", step_metric="step")
-    return Opened(opened.id, lambda values, step: opened.log({"step": step} | values), opened.finish)
+    return Opened(
+        opened.id, lambda values, step: opened.log({"step": step} | values), opened.finish
+    )
 
 
 def _clearml(clearml: Any, run: Facts) -> Opened:
     # Otherwise ClearML forks this process, which hangs because of JAX's threads.
     overrides = {"sdk": {"development": {"report_use_subprocess": False}}}
     importlib.import_module("clearml.config").config_obj.set_overrides(overrides)
-    clearml.Task.force_requirements_env_freeze()  # or ClearML would scan all source, including the tests, for packages
+    # or ClearML would scan all source, including the tests, for packages
+    clearml.Task.force_requirements_env_freeze()
     task = clearml.Task.init(
         project_name=run.project,
         task_name=run.name,
@@ -130,9 +144,13 @@ def _clearml(clearml: Any, run: Facts) -> Opened:
         auto_connect_streams=False,
         auto_resource_monitoring=False,
     )
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in run.settings.items()}
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in run.settings.items()
+    }
     task.connect(texts, name="settings")
-    task.set_initial_iteration(0)  # or ClearML would add its last step to the steps of a resumed run
+    # or ClearML would add its last step to the steps of a resumed run
+    task.set_initial_iteration(0)
 
     def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -152,13 +170,19 @@ TRACKERS = {
     "wandb": ("wandb", _wandb),
     "clearml": ("clearml", _clearml),
 }
-"""Maps a name in trackers.names to the package to import and install, and a function of package and Facts that opens a
-run."""
+"""Maps a name in trackers.names to the package to import and install, and a function of package and
+Facts that opens a run."""
 
 
 def tracker_of(name: str) -> tuple[str, Callable[[Any, Facts], Opened]]:
-    """Returns a tracker's package and the function that opens a run, from TRACKERS or the user's module:function."""
-    return TRACKERS[name] if name in TRACKERS else (name.partition(":")[0], named("tracker", name, {}, "package, run"))
+    """Returns a tracker's package and the function that opens a run, from TRACKERS or the user's
+    module:function.
+    """
+    return (
+        TRACKERS[name]
+        if name in TRACKERS
+        else (name.partition(":")[0], named("tracker", name, {}, "package, run"))
+    )
 
 
 def check_installed(c: TrackersConfig) -> None:
@@ -166,20 +190,25 @@ def check_installed(c: TrackersConfig) -> None:
     for which in c.names:
         package, _ = tracker_of(which)
         if not has_package(package):
-            raise ValueError(f"trackers.names has {which}, which is not installed. Run: pip install {package}")
+            raise ValueError(
+                f"trackers.names has {which}, which is not installed. Run: pip install {package}"
+            )
 
 
-# ---- sending ----------------------------------------------------------------------------------------------------
+# ---- sending -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def tracked(
     c: TrackersConfig, directory: Path, name: str, start: int, settings: Mapping[str, Any]
 ) -> Iterator[Callable]:
-    """Opens the trackers of a run for the context, on process 0. Yields a function that sends lines of metrics.
+    """Opens the trackers of a run for the context, on process 0.
 
-    It takes a line of metrics.jsonl as a dict, may be called from any thread, and does not block, because each tracker
-    has its own thread. If a tracker fails, a warning is printed and training continues without it.
+    Yields a function that sends lines of metrics.
+
+    It takes a line of metrics.jsonl as a dict, may be called from any thread, and does not block,
+    because each tracker has its own thread. If a tracker fails, a warning is printed and training
+    continues without it.
 
     Args:
         c: which trackers to use.
@@ -194,7 +223,8 @@ def tracked(
         for which in dict.fromkeys(c.names):
             facts = Facts(name, directory, c.project, start, flat(dict(settings)), known.get(which))
             followed.append(_Followed(which, facts))
-            # Python 3.11 parses source in one thread at a time: verification could fail while a tracker imports.
+            # Python 3.11 parses source in one thread at a time: verification could fail while a
+            # tracker imports.
             followed[-1].opened.wait(TIMEOUT_S)
             known |= {which: followed[-1].id} if followed[-1].id else {}
         with best_effort(str(directory / FILE)):
@@ -207,7 +237,10 @@ def tracked(
         for each in followed:
             each.thread.join(TIMEOUT_S)
             if each.thread.is_alive():
-                _leave(each.thread.name, f"it did not finish within {TIMEOUT_S:g} s; its last lines may be lost")
+                _leave(
+                    each.thread.name,
+                    f"it did not finish within {TIMEOUT_S:g} s; its last lines may be lost",
+                )
 
 
 class _Followed:
@@ -238,14 +271,18 @@ class _Followed:
 
 
 def _leave(name: str, why: str) -> None:
-    say(f"WARNING: the tracker {name} failed: {why}. Training continues; metrics.jsonl has all metrics.")
+    say(
+        f"WARNING: the tracker {name} failed: {why}. Training continues; metrics.jsonl has all "
+        "metrics."
+    )
 
 
 def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    """Extracts the step and the numbers, by name, from a line of metrics.jsonl, such as `validation/loss` of an event.
+    """Extracts the step and the numbers, by name, from a line of metrics.jsonl, such as
+    `validation/loss` of an event.
 
-    `/` also joins the names of nested entries: key of a dict, index in a list, or `name` of a dict in a list. The
-    strings for NaN and the infinities become floats; other texts are dropped.
+    `/` also joins the names of nested entries: key of a dict, index in a list, or `name` of a dict
+    in a list. The strings for NaN and the infinities become floats; other texts are dropped.
     """
     event = record.get("event")
     found: dict[str, float] = {}
@@ -256,7 +293,10 @@ def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
                 add(f"{name}/{key}", item)
         elif isinstance(value, list):
             for i, item in enumerate(value):
-                add(f"{name}/{item['name'] if isinstance(item, Mapping) and 'name' in item else i}", item)
+                add(
+                    f"{name}/{item['name'] if isinstance(item, Mapping) and 'name' in item else i}",
+                    item,
+                )
         elif isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
             found[name] = float(value)
 

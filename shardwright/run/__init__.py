@@ -1,1 +1,3 @@
-"""Everything around the training step: configuration, launch, checkpoints, metrics, profile, pipeline stages."""
+"""Everything around the training step: configuration, launch, checkpoints, metrics, profile,
+pipeline stages.
+"""

@@ -14,7 +14,9 @@ _now = time.monotonic
 
 
 class Stopwatch:
-    """Counts the time of a run from its first step on. The time before the first step of each start is left out.
+    """Counts the time of a run from its first step on.
+
+    The time before the first step of each start is left out.
 
     All processes make the same calls.
 
@@ -33,7 +35,9 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Seconds counted up to now, for the checkpoint; at least 60 times training.minutes if `is_over`."""
+        """Seconds counted up to now, for the checkpoint; at least 60 times training.minutes if
+        `is_over`.
+        """
         seconds = self._before + (0.0 if self._began is None else _now() - self._began)
         return max(seconds, 60 * self.minutes) if self.is_over and self.minutes else seconds
 
@@ -42,10 +46,12 @@ class Stopwatch:
         self._began = _now()
 
     def now(self, steps: float, work: Sequence[float]) -> Any:
-        """Returns the share of training.minutes that has passed: a scalar, with several processes on the current mesh.
+        """Returns the share of training.minutes that has passed: a scalar, with several processes
+        on the current mesh.
 
         Args:
-            steps: seconds that the next step and one more take, after those in progress; 0 if unknown.
+            steps: seconds that the next step and one more take, after those in progress; 0 if
+                unknown.
             work: seconds that each kind of work after the last step takes; 0 if unknown.
         """
         assert self.minutes is not None
@@ -54,16 +60,20 @@ class Stopwatch:
         return self._agreed[0]
 
     def see(self, due: Sequence[bool]) -> None:
-        """Sets `is_over` if the step just dispatched is the last one: there is no time for one more.
+        """Sets `is_over` if the step just dispatched is the last one: there is no time for one
+        more.
 
-        That step, the work that is `due` before it, and all the work after the last step must end in time.
+        That step, the work that is `due` before it, and all the work after the last step must end
+        in time.
         """
         elapsed, steps, *work = map(float, self._agreed)
         self.is_over = elapsed + steps + sum(itertools.compress(work, due)) + sum(work) >= 1
 
 
 def _largest(x: np.ndarray) -> jax.Array:
-    """Returns the largest of all processes for each entry, computed on the devices, so that none idles for it."""
+    """Returns the largest of all processes for each entry, computed on the devices, so that none
+    idles for it.
+    """
     mesh = jax.sharding.get_mesh()
     over_all = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     own = np.tile(x, (mesh.local_mesh.size, 1))

@@ -1,4 +1,6 @@
-"""Exports checkpoints to Hugging Face format every training.export_interval steps, in separate processes."""
+"""Exports checkpoints to Hugging Face format every training.export_interval steps, in separate
+processes.
+"""
 
 import concurrent.futures
 import datetime
@@ -33,19 +35,30 @@ class Exports:
         self._is_stopped = False
 
     def set_aside(self, start: int) -> None:
-        """Moves the exports of steps after `start` to `exports/set_aside`, because these steps are run again."""
+        """Moves the exports of steps after `start` to `exports/set_aside`, because these steps are
+        run again.
+        """
         folder = self._directory / "exports"
-        later = [path for path in sorted(folder.glob("[0-9]*")) if path.name.isdigit() and int(path.name) > start]
+        later = [
+            path
+            for path in sorted(folder.glob("[0-9]*"))
+            if path.name.isdigit() and int(path.name) > start
+        ]
         if not later:
             return
         place = folder / f"set_aside/{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%fZ}"
         place.mkdir(parents=True)
         for path in later:
             path.rename(place / path.name)
-        log(f"WARNING    the exports of the steps {[int(path.name) for path in later]} are moved to {place}")
+        log(
+            f"WARNING    the exports of the steps {[int(path.name) for path in later]} are moved "
+            f"to {place}"
+        )
 
     def add(self, step: int, checkpoint: str, saving: concurrent.futures.Future | None) -> None:
-        """Exports the checkpoint at a path or URL once earlier exports and `saving` are done. Does not wait.
+        """Exports the checkpoint at a path or URL once earlier exports and `saving` are done.
+
+        Does not wait.
 
         `saving` is the save of the checkpoint; None if it is complete.
         """
@@ -62,7 +75,12 @@ class Exports:
         shutil.rmtree(output, ignore_errors=True)  # of an earlier start, which this one repeats
         given = f"run={quoted(checkpoint)}", f"output={quoted(str(output))}", "trust=true"
         try:
-            run_beside("shardwright.tools.checkpoint_to_huggingface", *given, own_modules=True, timeout=EXPORT_S)
+            run_beside(
+                "shardwright.tools.checkpoint_to_huggingface",
+                *given,
+                own_modules=True,
+                timeout=EXPORT_S,
+            )
         except FAILURES as error:
             if self._is_stopped:
                 return
@@ -84,8 +102,8 @@ class Exports:
     def wait(self, signal: Callable[[], str | None]) -> bool:
         """Waits until all exports are made. Returns False if a signal stopped them.
 
-        All processes call this, and `signal` in it, which returns the name of the signal, or None without one. Resuming
-        the run makes the exports that are missing.
+        All processes call this, and `signal` in it, which returns the name of the signal, or None
+        without one. Resuming the run makes the exports that are missing.
         """
 
         def stop() -> None:
@@ -97,7 +115,10 @@ class Exports:
         return not self._is_stopped
 
     def stop(self) -> None:
-        """Ends the export in progress, and begins no more. Resuming the run makes the missing exports."""
+        """Ends the export in progress, and begins no more.
+
+        Resuming the run makes the missing exports.
+        """
         self._is_stopped = True
         for task in self._exports.values():
             task.kill_program()

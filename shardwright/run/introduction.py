@@ -27,10 +27,13 @@ from shardwright.program.stages import describe_stages
 from shardwright.settings.output import listed
 
 
-def introduce(run: Any, directory: Path, planned: str | None, source_differs: str | None) -> dict[str, Any]:
+def introduce(
+    run: Any, directory: Path, planned: str | None, source_differs: str | None
+) -> dict[str, Any]:
     """Prints the directory, devices, model, data, plan, attention, stages and changes of a run.
 
-    Returns the compiler options that the installed XLA knows. Raises ValueError for invalid settings.
+    Returns the compiler options that the installed XLA knows. Raises ValueError for invalid
+    settings.
     """
     # Before the first printed line, because these may raise.
     attention = describe_attention(run.step)
@@ -49,13 +52,15 @@ def introduce(run: Any, directory: Path, planned: str | None, source_differs: st
 
 
 def check_deterministic(c: Config, paths: list[str]) -> None:
-    """Raises ValueError if hardware.deterministic is set and `paths`, the attention of the layers, rule it out."""
+    """Raises ValueError if hardware.deterministic is set and `paths`, the attention of the layers,
+    rule it out.
+    """
     copies = c.training.unroll != 1 or len(paths) > 1 or c.mesh.p != 1
     if c.hardware.deterministic and copies and "cudnn" in paths:
         raise ValueError(
-            "hardware.deterministic=true with several calls of cuDNN attention in one program, which XLA compiles but "
-            "cannot run (openxla/xla #46500). Set training.attention=triton or blockwise or, with mesh.p=1 and layers "
-            "of one kind, training.unroll=1."
+            "hardware.deterministic=true with several calls of cuDNN attention in one program, "
+            "which XLA compiles but cannot run (openxla/xla #46500). Set training.attention=triton "
+            "or blockwise or, with mesh.p=1 and layers of one kind, training.unroll=1."
         )
 
 
@@ -68,11 +73,16 @@ def _print_start(run: Any, directory: Path) -> None:
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
     fp8 = ", weight matmuls in fp8" * t.fp8
     log(f"run        {directory}" + (f", resumed after {run.start} steps" if run.start else ""))
-    log(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {mesh_text(mesh.shape)}")
+    log(
+        f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {mesh_text(mesh.shape)}"
+    )
     summed = t.compute_dtype if t.reduce_dtype == "compute" else t.reduce_dtype
     over = ", ".join(axis for axis in "cde" if mesh.shape.get(axis, 1) > 1)
     reduced = f", gradients reduced over {over} in {summed}" if over else ""
-    log(f"model      {parameters_of(run.model):,} parameters, {t.compute_dtype} compute{fp8}{reduced}")
+    log(
+        f"model      {parameters_of(run.model):,} parameters, {t.compute_dtype} "
+        f"compute{fp8}{reduced}"
+    )
     steps = f"{run.total:,} steps" if t.minutes is None else f"{t.minutes:g} minutes of steps"
     log(f"data       {name}: {length} tokens; {steps} of {loader.tokens_per_batch:,}")
     for line in (*loader.files, *(run.validation.files if run.validation else ())):
@@ -80,7 +90,8 @@ def _print_start(run: Any, directory: Path) -> None:
 
 
 def describe_data(run: Any) -> list[str]:
-    """Describes which positions are targets, and how often each source is read, for the start of a run.
+    """Describes which positions are targets, and how often each source is read, for the start of a
+    run.
 
     Raises ValueError if no sequence has a target.
     """
@@ -88,17 +99,30 @@ def describe_data(run: Any) -> list[str]:
     t = run.config.training
     lines = []
     kind = "sequence" if data.sequence_packing else "document"
-    if (counts := run.loader.count_targets()) is not None and (share := counts.mean() / t.seq_len) < 1:
+    if (counts := run.loader.count_targets()) is not None and (
+        share := counts.mean() / t.seq_len
+    ) < 1:
         if share == 0:
             raise ValueError(
-                f"none of the first {counts.size:,} {kind}s of the data has a target in {t.seq_len} tokens. Raise "
-                f"training.seq_len, or check that data.loss_mask={data.loss_mask} names the right input."
+                f"none of the first {counts.size:,} {kind}s of the data has a target in "
+                f"{t.seq_len} tokens. Raise training.seq_len, or check that "
+                f"data.loss_mask={data.loss_mask} names the right input."
             )
         without = int((counts == 0).sum())
         none = f", and {without:,} of them have none" if without else ""
-        lines.append(f"targets    {in_percent(share)} of positions in the first {counts.size:,} {kind}s{none}")
-    if data.loss_mask is not None and run.validation and not has_targets(run.validation, t.eval_batches):
-        lines.append("WARNING    no target in the batches of validation, so it gives no loss (data.loss_mask)")
+        lines.append(
+            f"targets    {in_percent(share)} of positions in the first {counts.size:,} "
+            f"{kind}s{none}"
+        )
+    if (
+        data.loss_mask is not None
+        and run.validation
+        and not has_targets(run.validation, t.eval_batches)
+    ):
+        lines.append(
+            "WARNING    no target in the batches of validation, so it gives no loss "
+            "(data.loss_mask)"
+        )
     if data.mixture or any(number > 1 for number in run.passes.values()):
         most_first = sorted(run.passes.items(), key=lambda item: -item[1])
         passes = [f"{name} {float(number):.3g}x" for name, number in most_first]
@@ -140,8 +164,9 @@ def facts_of(run: Any, speed: Speed) -> dict[str, Any]:
             "passes": {name: float(number) for name, number in run.passes.items()},
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
             "mesh": dict(mesh.shape),
-            "flops_per_token": f"{speed.flops / 1e6:,.2f} MFLOP, counting pairs that attention computes (all pairs: "
-            f"{speed.of_all_pairs / 1e6:,.2f} MFLOP, {speed.of_all_pairs / speed.flops:.4g} times the MFU)",
+            "flops_per_token": f"{speed.flops / 1e6:,.2f} MFLOP, counting pairs that attention "
+            f"computes (all pairs: {speed.of_all_pairs / 1e6:,.2f} MFLOP, "
+            f"{speed.of_all_pairs / speed.flops:.4g} times the MFU)",
             "peak_source": speed.peak.source,
         },
     }

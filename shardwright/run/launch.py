@@ -40,9 +40,12 @@ CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
 
 
 def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callable[[], None]:
-    """Turns `run` into a program, as a decorator. `launched` makes its arguments from configs/ and the command line.
+    """Turns `run` into a program, as a decorator.
 
-    `run` returns None, or the name of the signal that stopped it. After a signal the exit code is STOPPED.code.
+    `launched` makes its arguments from configs/ and the command line.
+
+    `run` returns None, or the name of the signal that stopped it. After a signal the exit code is
+    STOPPED.code.
     """
 
     @functools.wraps(run)
@@ -61,7 +64,9 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
     def main() -> None:
         gc.freeze()  # or each collection would traverse all modules, in the training loop too
         register_schema()
-        about = Program("python -m train", CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")
+        about = Program(
+            "python -m train", CONFIGS, None, Config, inspect.getmodule(run).__doc__ or ""
+        )
         start(about, sent, _sections)
 
     sent = Job(job)
@@ -70,7 +75,9 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
 
 
 def composed(name: str, *overrides: str, own: str | Path | None = None) -> Config:
-    """Composes <name>.yaml with overrides such as `training.steps=10`, as on the command line. Raises as to_config.
+    """Composes <name>.yaml with overrides such as `training.steps=10`, as on the command line.
+
+    Raises as to_config.
 
     The file is in CONFIGS, or in the directory `own`, where a project has its configurations.
     """
@@ -88,13 +95,17 @@ def _sections() -> dict[str, type]:
     return {"model": module_of(named[-1] if named else "train").ModelConfig}
 
 
-def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any], doc: str) -> None:
+def start_with_section(
+    name: str, schema: type, job: Callable[[Config, Any], Any], doc: str
+) -> None:
     """Starts the program tools.<name>, whose configuration is that of a run plus a section <name>.
 
     Args:
         name: name of the program and of the section.
-        schema: a subclass of Config with a field <name>, whose type is the dataclass of the section.
-        job: function of the configuration and of the section. Its ValueErrors are printed as one line.
+        schema: a subclass of Config with a field <name>, whose type is the dataclass of the
+            section.
+        job: function of the configuration and of the section. Its ValueErrors are printed as one
+            line.
         doc: docstring of the program.
     """
 
@@ -123,13 +134,15 @@ def take_recorded_bos_id(c: Config, given: int | None) -> None:
     Raises ValueError if a dataset records another one.
     """
     for data in (config_at(c, first).data for first in firsts(c)):
-        for filespec in filter(None, (data.filespec, *(source.filespec for source in data.mixture.values()))):
+        for filespec in filter(
+            None, (data.filespec, *(source.filespec for source in data.mixture.values()))
+        ):
             recorded = flat_tokens.bos_id_of(filespec)
             given = recorded if given is None else given
             if recorded not in (None, given):
                 raise ValueError(
-                    f"{filespec} records bos_id {recorded}, but model.bos_id is {given}. Give model.bos_id={recorded}, "
-                    "or choose a dataset that was written for this model."
+                    f"{filespec} records bos_id {recorded}, but model.bos_id is {given}. Give "
+                    f"model.bos_id={recorded}, or choose a dataset that was written for this model."
                 )
     if given is not None:
         c.model.bos_id = given
@@ -140,8 +153,8 @@ def take_recorded_bos_id(c: Config, given: int | None) -> None:
 def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     """Returns a context in which the mesh of a run is set, and the run is watched for hangs.
 
-    Yields the configuration, model and directory of the run. Raises ValueError for a setting that is missing, unknown
-    or out of range, before anything is computed.
+    Yields the configuration, model and directory of the run. Raises ValueError for a setting that
+    is missing, unknown or out of range, before anything is computed.
     """
     c = to_config(composed)
     take_recorded_bos_id(c, composed.model.get("bos_id"))
@@ -150,13 +163,21 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     start_devices(c.distributed, c.hardware)
     check_chip(c.hardware)
     in_time = StopRequest(at_once=True)
-    with in_time, watched(c.distributed), jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
+    with (
+        in_time,
+        watched(c.distributed),
+        jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))),
+    ):
         for first in firsts(c):
             check_divides(config_at(c, first), jax.sharding.get_mesh().shape)
         model = load_model(c.model)
-        is_shared = "://" not in (c.paths.checkpoints or "")  # else process 0 alone writes in the directory
+        # else process 0 alone writes in the directory
+        is_shared = "://" not in (c.paths.checkpoints or "")
         config = HydraConfig.get().job.config_name or ""
-        with run_directory(c.paths.root_working_dir, c.paths.model_name, config, is_shared) as (name, directory):
+        with run_directory(c.paths.root_working_dir, c.paths.model_name, config, is_shared) as (
+            name,
+            directory,
+        ):
             c.paths = dataclasses.replace(c.paths, model_name=name)
             write_hosts(directory / "hosts.txt")
             yield c, model, directory

@@ -1,14 +1,17 @@
-"""Reports the peak memory of a device in the training step: measured, or predicted by the compiler."""
+"""Reports the peak memory of a device in the training step: measured, or predicted by the
+compiler.
+"""
 
 import jax
 
 
 def peak_memory(compiled: jax.stages.Compiled, done: object) -> dict[str, int | str]:
-    """Returns `peak_memory_bytes`, the peak of the fullest device of this process, and its `source`.
+    """Returns `peak_memory_bytes`, the peak of the fullest device of this process, and its
+    `source`.
 
-    The source "device" is the peak since the process started, including earlier jobs of a sweep. Where devices do not
-    report it, such as on CPU, the source is "compiler": what the step needs, with arguments and results; donated
-    arguments count once. Empty if neither is known.
+    The source "device" is the peak since the process started, including earlier jobs of a sweep.
+    Where devices do not report it, such as on CPU, the source is "compiler": what the step needs,
+    with arguments and results; donated arguments count once. Empty if neither is known.
 
     Args:
         compiled: the training step.

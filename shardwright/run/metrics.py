@@ -31,31 +31,37 @@ class RunLog(contextlib.AbstractContextManager):
 
     The line of a step holds the metrics given to `log`, as floats, and
 
-        step               number of steps done with it, as in the names of checkpoints; arguments count steps from 0
-        tokens             tokens that the run has trained on after the step, including before it was resumed
-        seconds            from the end of the previous step to the end of this one, with whatever ran between them
-        data_seconds       the part of `seconds` that the loop waited for a batch
-        tokens_per_second  counts all positions, including padding and tokens that data.loss_mask excludes
-        mfu                model FLOPs utilization, which counts all positions, and the query-key pairs that attention
+        step               number of steps done with it, as in the names of checkpoints; arguments
+        count steps from 0 tokens             tokens that the run has trained on after the step,
+        including before it was resumed seconds            from the end of the previous step to the
+        end of this one, with whatever ran between them data_seconds       the part of `seconds`
+        that the loop waited for a batch tokens_per_second  counts all positions, including padding
+        and tokens that data.loss_mask excludes mfu                model FLOPs utilization, which
+        counts all positions, and the query-key pairs that attention
                            computes if each sequence is one document; absent on CPUs
         elapsed            share of training.minutes that had passed when the step began
         targets            number of positions that the loss counts; absent if it counts all
         unix_time          time of writing, in seconds since 1970
 
-    The first line of a run lacks the time and speed of a step, because no step precedes it. NaN and the infinities,
-    which JSON does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as
-    "event"; lines of steps have no "event". The line of a step without targets has no "loss".
+    The first line of a run lacks the time and speed of a step, because no step precedes it. NaN and
+    the infinities, which JSON does not have, are the strings "NaN", "Infinity", and "-Infinity".
+    The line of an event has its name as "event"; lines of steps have no "event". The line of a step
+    without targets has no "loss".
 
-    With several processes all make the same calls, and process 0 writes and prints. Lines that cannot be written stay
-    in memory and are retried with the next one. `sync`, which each checkpoint calls, and `close` raise OSError while
-    there are any, and if the disk does not confirm the others.
+    With several processes all make the same calls, and process 0 writes and prints. Lines that
+    cannot be written stay in memory and are retried with the next one. `sync`, which each
+    checkpoint calls, and `close` raise OSError while there are any, and if the disk does not
+    confirm the others.
 
     Args:
         directory: the run's directory; created if missing.
-        total_steps: steps of the whole run, including those before it was resumed; not used with `minutes`.
-        start_step: the first step to run. Lines that an earlier start wrote for it and for later steps are moved aside.
+        total_steps: steps of the whole run, including those before it was resumed; not used with
+            `minutes`.
+        start_step: the first step to run. Lines that an earlier start wrote for it and for later
+            steps are moved aside.
         speed: computes the metrics of a step from its time.
-        print_every: steps between printed lines, at least 1. The first and the last step are always printed.
+        print_every: steps between printed lines, at least 1. The first and the last step are always
+            printed.
         minutes: training.minutes. If it is not None, the metrics given to `log` include `elapsed`.
         see: called in all processes with each step and its values, after they were written.
         send: called with each line of the file, as a dict, from any thread; it must not block.
@@ -85,19 +91,26 @@ class RunLog(contextlib.AbstractContextManager):
         self._waited = 0.0  # for batches, since the end of a step
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._waits: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
-        self._shares: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)  # of targets, in positions
+        # of targets, in positions
+        self._shares: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._path: Path | Any = None
         self._lock = threading.Lock()
         self._closed = False
         self._unwritten = b""
-        self._whole: int | None = None  # size of the file before lines that are not written, once one failed
+        # size of the file before lines that are not written, once one failed
+        self._whole: int | None = None
         if jax.process_index() != 0:
             return
         self._path = path = Path(directory) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         if moved := move_later_lines(path, start_step):
-            again = "" if start_step else "WARNING: no checkpoint, so the run restarts from step 0. "
-            self._print(f"{again}{path}: {moved} lines, torn or of steps to be redone, are moved to {path.name}.left")
+            again = (
+                "" if start_step else "WARNING: no checkpoint, so the run restarts from step 0. "
+            )
+            self._print(
+                f"{again}{path}: {moved} lines, torn or of steps to be redone, are moved to "
+                f"{path.name}.left"
+            )
         path.touch()
 
     def __exit__(self, *exc_info) -> None:
@@ -106,13 +119,13 @@ class RunLog(contextlib.AbstractContextManager):
     def log(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Queues the metrics of the step just dispatched and writes those of the step before.
 
-        Reading metrics waits for their step. Because the next one is dispatched by then, the devices do not idle. The
-        last step of the run is written at once.
+        Reading metrics waits for their step. Because the next one is dispatched by then, the
+        devices do not idle. The last step of the run is written at once.
 
         Args:
             step: index of the step.
-            metrics: by name: scalars, the same on all devices; vectors and LayerMetrics, whose mean is printed; or
-                None.
+            metrics: by name: scalars, the same on all devices; vectors and LayerMetrics, whose mean
+                is printed; or None.
         """
         for value in jax.tree.leaves(dict(metrics)):
             if not isinstance(value, np.generic):  # the time of a run with one process
@@ -129,9 +142,11 @@ class RunLog(contextlib.AbstractContextManager):
             self.flush()
 
     def seconds_of(self, steps: int) -> float:
-        """Returns the seconds that the step in progress and `steps` more take; 0 if no time is known.
+        """Returns the seconds that the step in progress and `steps` more take; 0 if no time is
+        known.
 
-        The median of recent steps, because a few of them may have waited for something to be compiled or saved.
+        The median of recent steps, because a few of them may have waited for something to be
+        compiled or saved.
         """
         each = statistics.median_low(self._durations) if self._durations else 0.0
         return each * (steps + (self._pending is not None))
@@ -149,7 +164,9 @@ class RunLog(contextlib.AbstractContextManager):
         return sorted({event for step, event in self._events if begin <= step < end})
 
     def flush(self) -> None:
-        """Writes the metrics of the last step, which waits for the devices and ends the timing of that step."""
+        """Writes the metrics of the last step, which waits for the devices and ends the timing of
+        that step.
+        """
         if self._pending is None:
             return
         step, metrics = self._pending
@@ -178,28 +195,39 @@ class RunLog(contextlib.AbstractContextManager):
         self._see(step, values)
 
     def log_event(
-        self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]], before: bool = False
+        self,
+        step: int,
+        event: str,
+        values: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        before: bool = False,
     ) -> None:
         """Writes and prints an event after `step`, such as a validation. Waits for the devices.
 
-        With `before`, the event precedes the step and is not printed. `values` are JSON values or scalar arrays, by
-        name, or a function that returns them. The time that this function takes is not part of any step.
+        With `before`, the event precedes the step and is not printed. `values` are JSON values or
+        scalar arrays, by name, or a function that returns them. The time that this function takes
+        is not part of any step.
         """
         self.flush()
         self.note(step - before, event)
         values = _fetch(values() if callable(values) else values)
         self._write_line({"step": step, "event": event} | values)
         if not before:
-            self._print("  ".join([f"step {step + 1}  {event}", *(_text(*item) for item in values.items())]))
+            self._print(
+                "  ".join([f"step {step + 1}  {event}", *(_text(*item) for item in values.items())])
+            )
         if self._last_end is not None:
             self._last_end = time.perf_counter()
 
     def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
-        """Writes an event of an earlier step, whose values must not be JAX arrays. Prints only an error.
+        """Writes an event of an earlier step, whose values must not be JAX arrays.
+
+        Prints only an error.
 
         Does not wait. May be called from any thread, and after `close`.
         """
-        self._write_line({"step": step, "event": event} | {name: _plain(x) for name, x in values.items()})
+        self._write_line(
+            {"step": step, "event": event} | {name: _plain(x) for name, x in values.items()}
+        )
 
     def sync(self) -> None:
         """Writes the metrics of the last step and fsyncs all lines.
@@ -245,7 +273,10 @@ class RunLog(contextlib.AbstractContextManager):
                     self._print(f"WARNING: {self._problem(error)}; its lines are kept in memory")
 
     def _write(self, sync: bool = False) -> None:
-        """Appends all lines that are not written yet. Raises OSError if that fails or the file is gone."""
+        """Appends all lines that are not written yet.
+
+        Raises OSError if that fails or the file is gone.
+        """
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         try:
             if self._unwritten:
@@ -289,7 +320,8 @@ class RunLog(contextlib.AbstractContextManager):
             data = sum(self._waits) / sum(self._durations)
             parts += [f"waiting for data {data:.0%}"] if data > 0.05 else []
         hidden = {"loss", "elapsed"}
-        if values.get("learning_rate") == 0:  # of the first step of a warmup; it would look like a fault
+        if values.get("learning_rate") == 0:
+            # of the first step of a warmup; it would look like a fault
             hidden.add("learning_rate")
         parts += [f"{name} {_short(values[name])}" for name in sorted(values.keys() - hidden)]
         self._print("  ".join(parts))
@@ -299,7 +331,7 @@ class RunLog(contextlib.AbstractContextManager):
             say(text, flush=True)
 
 
-# ---- the file -----------------------------------------------------------------------------------------------------
+# ---- the file ------------------------------------------------------------------------------------
 
 
 def move_later_lines(path: Path, step: int) -> int:
@@ -331,24 +363,29 @@ def move_later_lines(path: Path, step: int) -> int:
     return len(later)
 
 
-# ---- values -------------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 def check_metrics(metrics: object) -> None:
-    """Raises ValueError for metrics of a step that RunLog cannot write. Takes arrays or their shapes."""
+    """Raises ValueError for metrics of a step that RunLog cannot write.
+
+    Takes arrays or their shapes.
+    """
     fields = vars(metrics)
-    layers = [name for value in fields.values() if isinstance(value, LayerMetrics) for name in value.names]
+    layers = [
+        name for value in fields.values() if isinstance(value, LayerMetrics) for name in value.names
+    ]
     names = [*OF_A_STEP, *fields, *layers]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
-            f"the step's Metrics, or the LayerAux of a layer, use the name {twice[0]!r}, which is taken by the log or "
-            "the step. Choose another."
+            f"the step's Metrics, or the LayerAux of a layer, use the name {twice[0]!r}, which is "
+            f"taken by the log or the step. Choose another."
         )
     for name, value in fields.items():
         if value is not None and not isinstance(value, LayerMetrics) and len(value.shape) > 1:
             raise ValueError(
-                f"the step's Metrics have {name} of shape {value.shape}; the log takes scalars and vectors. Reduce it "
-                "or split it into several fields."
+                f"the step's Metrics have {name} of shape {value.shape}; the log takes scalars and "
+                f"vectors. Reduce it or split it into several fields."
             )
 
 
@@ -358,14 +395,18 @@ def _fetch(values: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in zip(values, fetched, strict=True):
         if isinstance(value, LayerMetrics):
-            found |= {name: [_plain(x) for x in of_layers] for name, of_layers in value.by_name().items()}
+            found |= {
+                name: [_plain(x) for x in of_layers] for name, of_layers in value.by_name().items()
+            }
         elif value is not None:
             found[name] = _plain(value)
     return found
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value for JSON: Python numbers at full precision, strings for NaN and infinities, lists."""
+    """Converts a value for JSON: Python numbers at full precision, strings for NaN and infinities,
+    lists.
+    """
     if getattr(value, "ndim", 0) == 1:
         return [_plain(x) for x in value]
     value = value.item() if hasattr(value, "item") else value

@@ -19,10 +19,11 @@ LARGEST_SHARE = 1 / 30
 
 
 class Page:
-    """Keeps `<directory>/report.html` up to date, with `python -m tools.report` at the lowest priority.
+    """Keeps `<directory>/report.html` up to date, with `python -m tools.report` at the lowest
+    priority.
 
-    At most one such process runs at a time. A failure is printed once, and training continues. In a run of several
-    processes, process 0 makes the page.
+    At most one such process runs at a time. A failure is printed once, and training continues. In a
+    run of several processes, process 0 makes the page.
 
     Args:
         directory: the run's directory.
@@ -47,7 +48,10 @@ class Page:
             self._made = in_background(self._make)
 
     def finish(self) -> Path | None:
-        """Makes the page a last time and waits for it. Returns its path; None if it is not wanted or cannot be made."""
+        """Makes the page a last time and waits for it.
+
+        Returns its path; None if it is not wanted or cannot be made.
+        """
         self._is_ending = True
         if self._made and not self._made.done():
             self._made.kill_program()  # an older page, made at the lowest priority

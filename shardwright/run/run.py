@@ -1,4 +1,6 @@
-"""Runs everything around the training step: its settings and data, checkpoints, log and listeners."""
+"""Runs everything around the training step: its settings and data, checkpoints, log and
+listeners.
+"""
 
 import contextlib
 import dataclasses
@@ -37,7 +39,14 @@ from shardwright.program.flops import peak_flops, speed_of
 from shardwright.program.printing import log
 from shardwright.program.processes import check_processes, in_all_processes
 from shardwright.program.provenance import keep_source, provenance_of
-from shardwright.program.resume import carried_in, checkpoints_of, clear_later, find_start, fresh_state, read_state
+from shardwright.program.resume import (
+    carried_in,
+    checkpoints_of,
+    clear_later,
+    find_start,
+    fresh_state,
+    read_state,
+)
 from shardwright.program.saved_config import deciding_settings
 from shardwright.program.spec import StepSpec, load_spec
 from shardwright.program.stages import placement_of
@@ -54,10 +63,12 @@ CHANGES = "changes"
 
 
 class Run:
-    """Runs or resumes training in a directory, until the next of training.changes or the end. A context manager.
+    """Runs or resumes training in a directory, until the next of training.changes or the end.
 
-    After a change, another Run resumes. train.train shows the order of the methods. With several processes all make
-    the same calls, and process 0 writes and prints.
+    A context manager.
+
+    After a change, another Run resumes. train.train shows the order of the methods. With several
+    processes all make the same calls, and process 0 writes and prints.
 
     Args:
         c: the configuration, with training.changes.
@@ -71,22 +82,26 @@ class Run:
         config, step: settings and Step until the next change.
         start, done: number of steps done before this start, and so far.
         end_step: number of steps done at the next change, or at the end.
-        total: number of steps of the whole run; MOST_STEPS with training.minutes, until its last step.
+        total: number of steps of the whole run; MOST_STEPS with training.minutes, until its last
+            step.
         ahead: the current settings, and those after each future change.
         loader, validation: loaders of the two splits; validation is None without evaluations.
         passes: passes over each source of the data in the whole run, by name; empty if unknown.
         options: compiler options that the installed XLA knows.
-        arguments: further arguments of the next training step: the schedule_step of training.minutes.
+        arguments: further arguments of the next training step: the schedule_step of
+            training.minutes.
         clock: the Stopwatch of the run; set by `begin`.
-        elapsed: {"elapsed": share of training.minutes that had passed when the step began}; {} without this setting.
+        elapsed: {"elapsed": share of training.minutes that had passed when the step began}; {}
+            without this setting.
         stopped_by: name of the signal that requested a stop; None without one.
         log: the RunLog; set by `begin`.
-        program, hlo, compiled_s: the compiled step, the file of its HLO text, and the seconds that compiling took;
-            set by `compile`.
+        program, hlo, compiled_s: the compiled step, the file of its HLO text, and the seconds that
+            compiling took; set by `compile`.
         skips: SkippedSteps.state, from the checkpoint.
         checkpoints: the Checkpointer of the run.
         found: where the run starts; set by `begin`.
-        carried: entries that each new checkpoint copies from the metadata of the one that the run starts from.
+        carried: entries that each new checkpoint copies from the metadata of the one that the run
+            starts from.
         record: entry for provenance.json: what was done with the weights of init_from.
         damaged: step of each unusable checkpoint → what is wrong with it.
 
@@ -105,8 +120,9 @@ class Run:
     ):
         if spec is not load_spec():
             raise ValueError(
-                f"this program trains by the SPEC of {spec.module}, and tools take that of {load_spec().module}: "
-                "define SPEC, train and main in one file, as the released train.py does."
+                f"this program trains by the SPEC of {spec.module}, and tools take that of "
+                f"{load_spec().module}: define SPEC, train and main in one file, as the released "
+                "train.py does."
             )
         self.whole, self.model, self.spec = c, model, spec
         self.config = config_at(c, 0)
@@ -128,7 +144,8 @@ class Run:
             self.checkpoints = Checkpointer(place, keep=self.whole.training.keep_checkpoints)
             self._cleanup.enter_context(self.checkpoints)
             self._peak = peak_flops(
-                [*jax.sharding.get_mesh().devices.flat], COMPUTE_DTYPES[self.config.training.compute_dtype]
+                [*jax.sharding.get_mesh().devices.flat],
+                COMPUTE_DTYPES[self.config.training.compute_dtype],
             )
             self._cleanup = self._cleanup.pop_all()
         return self
@@ -138,7 +155,7 @@ class Run:
             kill_programs()  # a second Ctrl-C waits for nothing
         self._cleanup.__exit__(*exc_info)
 
-    # ---- settings and data of a step -----------------------------------------------------------------
+    # ---- settings and data of a step -------------------------------------------------------------
 
     def _be_at(self, step: int) -> None:
         """Switches to the settings of a step."""
@@ -194,15 +211,19 @@ class Run:
         return self.done >= self.end_step
 
     def due(self, interval: int | None, epochs: float | None = None) -> bool:
-        """Returns True if `interval` divides the steps done, or the last step passed a multiple of `epochs` epochs.
+        """Returns True if `interval` divides the steps done, or the last step passed a multiple of
+        `epochs` epochs.
 
-        Also True if `is_over`: after the last step, or before a change of settings. An argument of None is ignored.
+        Also True if `is_over`: after the last step, or before a change of settings. An argument of
+        None is ignored.
         """
         if self.is_over or (interval is not None and self.done % interval == 0):
             return True
         if epochs is None:
             return False
-        begin, end = (self.loader.epochs_before(self.batch_of(step)) for step in (self.done - 1, self.done))
+        begin, end = (
+            self.loader.epochs_before(self.batch_of(step)) for step in (self.done - 1, self.done)
+        )
         return begin // Fraction(str(epochs)) < end // Fraction(str(epochs))
 
     def end_here(self) -> None:
@@ -210,30 +231,46 @@ class Run:
         self.total = self.end_step = self.done
 
     def batch_of(self, step: int) -> int:
-        """Returns the index of the batch of a step. Batches in data.skip_steps have an index, but no step."""
+        """Returns the index of the batch of a step.
+
+        Batches in data.skip_steps have an index, but no step.
+        """
         return batch_of(step, self.config.data.skip_steps)
 
     def new_passes(self, step: int) -> dict[str, int]:
-        """Returns the sources that the batch of a step begins to read again, each with the number of its pass."""
+        """Returns the sources that the batch of a step begins to read again, each with the number
+        of its pass.
+        """
         batch = self.batch_of(step)
         before, after = (self.loader.passes(x) for x in (batch, batch + 1))
         begun = {name: math.ceil(after[name]) for name in after}
-        return {name: number for name, number in begun.items() if number > max(1, math.ceil(before[name]))}
+        return {
+            name: number
+            for name, number in begun.items()
+            if number > max(1, math.ceil(before[name]))
+        }
 
     def changes(self) -> dict[int, str]:
         """Describes each change of settings, by the step from which it applies."""
         return {first: described_change(self.whole, first) for first in firsts(self.whole)[1:]}
 
-    # ---- before the first step ----------------------------------------------------------------------------------
+    # ---- before the first step -------------------------------------------------------------------
 
     def begin(self) -> Any:
-        """Restores or initializes the state, and returns it. Describes the run and opens its log."""
+        """Restores or initializes the state, and returns it.
+
+        Describes the run and opens its log.
+        """
         state = None
         while state is None:
-            found = find_start(self.checkpoints, self.whole, self.directory, self.damaged, self._provenance_at)
+            found = find_start(
+                self.checkpoints, self.whole, self.directory, self.damaged, self._provenance_at
+            )
             self.skips = found.metadata.get("skips", {})
             self._resume(found.step, found.metadata.get("loader", {}))
-            self.clock = Stopwatch(self.whole.training.minutes, found.metadata.get("clock", {}).get("seconds", 0.0))
+            self.clock = Stopwatch(
+                self.whole.training.minutes, found.metadata.get("clock", {}).get("seconds", 0.0)
+            )
             if self.clock.is_over:
                 self.end_here()
             check_processes({"source (train.py and what it imports)": self.provenance["programs"]})
@@ -250,19 +287,26 @@ class Run:
         in_all_processes(lambda: self._clean() if jax.process_index() == 0 else None)
         self.options = introduce(self, self.directory, planned, found.source_differs)
         about = {**self.provenance, **self._open_log(), **self.record}
-        self._keep_source = functools.partial(keep_source, self.directory, self.start, self.model, about)
+        self._keep_source = functools.partial(
+            keep_source, self.directory, self.start, self.model, about
+        )
         if not self.is_over:
             save_config(self.directory, self.whole)
         self.listeners.begin(self)
         return state
 
     def _state_after(self, steps: int) -> Any:
-        """Restores the state after `steps` steps, or initializes it for 0. Returns None for a damaged checkpoint."""
+        """Restores the state after `steps` steps, or initializes it for 0.
+
+        Returns None for a damaged checkpoint.
+        """
         if not steps:
             return fresh_state(self.step, self.record)
         try:
             state = self.spec.State
-            return read_state(self.checkpoints, steps, state, self.step.state, self.model, self.placement)
+            return read_state(
+                self.checkpoints, steps, state, self.step.state, self.model, self.placement
+            )
         except Damaged as error:
             self.damaged[steps] = str(error)
             return None
@@ -273,9 +317,14 @@ class Run:
         clear_later(self.checkpoints, self.start, self.damaged, goes_on=not self.is_over)
 
     def _open_log(self) -> dict[str, Any]:
-        """Opens the log and begins the listeners. Returns the facts that provenance.json keeps for the page."""
+        """Opens the log and begins the listeners.
+
+        Returns the facts that provenance.json keeps for the page.
+        """
         c = self.whole
-        trackers = tracked(c.trackers, self.directory, c.paths.model_name or "", self.start, dataclasses.asdict(c))
+        trackers = tracked(
+            c.trackers, self.directory, c.paths.model_name or "", self.start, dataclasses.asdict(c)
+        )
         # The tokens of the steps before the start may differ from those at the current batch size.
         more = tokens_before(c, self.start) - self.start * self.loader.tokens_per_batch
         speed = speed_of(self.step, self.loader.tokens_per_batch, self._peak, more)
@@ -291,11 +340,14 @@ class Run:
         send = self._cleanup.enter_context(trackers)
         options = {"speed": speed, "see": self._see, "send": send}
         self.log = self._cleanup.enter_context(RunLog(self.directory, **lengths, **options))
-        self._cleanup.push(self._end_by_error)  # before trackers are closed, which take the last lines too
+        # before trackers are closed, which take the last lines too
+        self._cleanup.push(self._end_by_error)
         if not self.is_over:
             self.log.add_event(self.start - 1, "start", {})
         for step, why in self.damaged.items():
-            self.log.add_event(self.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
+            self.log.add_event(
+                self.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why}
+            )
         if not self.is_over and (changed := self.changes().get(self.start)):
             self.log.add_event(self.start, "changed", {"settings": changed})
         return facts_of(self, speed)
@@ -305,7 +357,9 @@ class Run:
         return self.provenance
 
     def signal(self) -> str | None:
-        """Returns the name of the signal that stops all processes, which all call this; None without a signal."""
+        """Returns the name of the signal that stops all processes, which all call this; None
+        without a signal.
+        """
         return self.stopped_by or self._stop.poll()
 
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: object) -> None:
@@ -322,17 +376,24 @@ class Run:
             if jax.process_index() != 0 or self.start >= self.total:
                 return None
             total = 0 if self.whole.training.minutes is not None else self.total
-            plans = [examine.plan_run(self._traced(c), total, self.directory) for c in reversed(self.ahead)]
+            plans = [
+                examine.plan_run(self._traced(c), total, self.directory)
+                for c in reversed(self.ahead)
+            ]
             return plans[-1]  # plan.json is of the next steps
 
         return in_all_processes(plan_ahead)
 
     def check(self) -> None:
-        """Raises ShardError unless the steps compute on this mesh what they compute on one device, and are causal."""
+        """Raises ShardError unless the steps compute on this mesh what they compute on one device,
+        and are causal.
+        """
         examine.check(list(map(self._traced, self.ahead)))
 
     def check_kernels(self) -> None:
-        """Runs each platform-specific kernel and its reference implementation, and raises if they differ."""
+        """Runs each platform-specific kernel and its reference implementation, and raises if they
+        differ.
+        """
         examine.check_kernels(list(map(self._traced, self.ahead)), self.options)
 
     def compile(self) -> jax.stages.Compiled:
@@ -348,10 +409,13 @@ class Run:
         self.log.add_event(self.start - 1, "compiled", {"seconds": round(self.compiled_s, 3)})
         return self.program
 
-    # ---- the loop -------------------------------------------------------------------------------------------------
+    # ---- the loop --------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[tuple[int, TokenBatch]]:
-        """Yields the index and batch of each remaining step; prefetches batches. Ends early on a signal."""
+        """Yields the index and batch of each remaining step; prefetches batches.
+
+        Ends early on a signal.
+        """
 
         def load(step):
             return self.loader.load(self.batch_of(step))
@@ -385,9 +449,11 @@ class Run:
             listener.before(step, state, batch)
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
-        """Queues the metrics of the step just dispatched, writes those of the step before, and calls the listeners.
+        """Queues the metrics of the step just dispatched, writes those of the step before, and
+        calls the listeners.
 
-        No device idles meanwhile. `metrics` is a dataclass with fields that RunLog.log accepts, one of them `loss`.
+        No device idles meanwhile. `metrics` is a dataclass with fields that RunLog.log accepts, one
+        of them `loss`.
         """
         self.done = step + 1
         self.log.log(step, vars(metrics) | self.elapsed)
@@ -419,7 +485,9 @@ class Run:
         return ended
 
     def end(self) -> str | None:
-        """Waits until all is written, and prints where. Returns the name of a signal that stopped it, CHANGES, or None.
+        """Waits until all is written, and prints where.
+
+        Returns the name of a signal that stopped it, CHANGES, or None.
 
         Raises OSError, with the path, if the last checkpoint or metrics cannot be written.
         """
@@ -427,7 +495,8 @@ class Run:
             length = "steps" if self.clock.minutes is None else "minutes"
             done = f"{self.start} of {self.total} steps are done already"
             log(f"{done}. To continue, train for longer (training.{length}).")
-            self._stop = self._cleanup.enter_context(StopRequest())  # an export that is missing may take long
+            # an export that is missing may take long
+            self._stop = self._cleanup.enter_context(StopRequest())
         self.log.close()
         waited = [listener.wait() for listener in self.listeners]
         self.stopped_by = self.signal()

@@ -1,1 +1,3 @@
-"""Samples text from a model (KV cache, sampler, samples during a run) and computes losses of texts."""
+"""Samples text from a model (KV cache, sampler, samples during a run) and computes losses of
+texts.
+"""

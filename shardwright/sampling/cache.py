@@ -1,8 +1,9 @@
-"""Keeps the states of layers while text is sampled, such as the KV cache, and checks that decoding with them is right.
+"""Keeps the states of layers while text is sampled, such as the KV cache, and checks that decoding
+with them is right.
 
-The residual stream is sharded along L over t, but the next token of a text is a single position, which cannot be
-sharded. So in decoding, the dim L counts texts: N texts, sharded over r and d, are B = r·d sequences of L = N/(r·d)
-positions.
+The residual stream is sharded along L over t, but the next token of a text is a single position,
+which cannot be sharded. So in decoding, the dim L counts texts: N texts, sharded over r and d, are
+B = r·d sequences of L = N/(r·d) positions.
 """
 
 import dataclasses
@@ -20,7 +21,17 @@ from shardlib.describe import describe
 from shardlib.exact.compare import differences
 from shardlib.parsing import ShardError, sort_axes
 from shardlib.scopes import Scope
-from shardlib.shardtypes import Array, Of, Separate, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
+from shardlib.shardtypes import (
+    Array,
+    Of,
+    Separate,
+    f32,
+    i32,
+    pytree_dataclass,
+    typed,
+    typed_shard_map,
+    u32,
+)
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Positions, global_head_ids, softmax
@@ -57,24 +68,35 @@ def cached_attention(
     learned: tuple = (),
     sinks: f32["B/r/d K/t Q"] | None = None,
 ) -> act["B/r/d L K/t Q D_v"]:
-    """Computes softmax_attention for one token of each of L texts, whose `place` previous tokens are in the cache."""
+    """Computes softmax_attention for one token of each of L texts, whose `place` previous tokens
+    are in the cache.
+    """
     einsum = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
     past = einsum("B/r/d L K/t Q D, B/r/d L S K/t D -> B/r/d L K/t Q S", q, past_k)
     own = einsum("B/r/d L K/t Q D, B/r/d L K/t D -> B/r/d L K/t Q", q, k)
-    # For the mask, each text is a sequence with one query; its keys are the cached tokens and its own.
+    # For the mask, each text is a sequence with one query; its keys are the cached tokens and its
+    # own.
     scores = jnp.concatenate([past, own[..., None]], axis=-1)
     scores = shardops.rearrange("B/r/d L K/t Q keys -> (B/r/d L) K/t Q 1 keys", scores)
-    slots = jnp.broadcast_to(jnp.arange(past.shape[-1], dtype=jnp.int32), (*place.shape, past.shape[-1]))
+    slots = jnp.broadcast_to(
+        jnp.arange(past.shape[-1], dtype=jnp.int32), (*place.shape, past.shape[-1])
+    )
     keys = jnp.concatenate([slots, place[..., None]], axis=-1)
     keys = shardops.rearrange("B/r/d L keys -> (B/r/d L) keys", keys)
-    q_positions = Positions.in_one_document(shardops.rearrange("B/r/d L -> (B/r/d L) 1", place)).as_queries()
+    q_positions = Positions.in_one_document(
+        shardops.rearrange("B/r/d L -> (B/r/d L) 1", place)
+    ).as_queries()
     k_positions = Positions.in_one_document(keys).as_keys()
-    scores = pattern.scores(scores, q.shape[-1], q_positions, k_positions, global_head_ids(*q.shape[2:4]), learned)
+    scores = pattern.scores(
+        scores, q.shape[-1], q_positions, k_positions, global_head_ids(*q.shape[2:4]), learned
+    )
     is_own = jnp.arange(keys.shape[1]) == past.shape[-1]
     scores = jnp.where(is_own | (k_positions.index < q_positions.index), scores, -jnp.inf)
     weights = softmax(scores, sinks).astype(v.dtype)
     weights = shardops.rearrange("(B/r/d L) K/t Q 1 keys -> B/r/d L K/t Q keys", weights)
-    out = einsum("B/r/d L K/t Q S, B/r/d L S K/t D_v -> B/r/d L K/t Q D_v", weights[..., :-1], past_v)
+    out = einsum(
+        "B/r/d L K/t Q S, B/r/d L S K/t D_v -> B/r/d L K/t Q D_v", weights[..., :-1], past_v
+    )
     out = out + einsum("B/r/d L K/t Q, B/r/d L K/t D_v -> B/r/d L K/t Q D_v", weights[..., -1], v)
     return out.astype(q.dtype)
 
@@ -98,7 +120,10 @@ class Sampled(Attention):
         return self.expand(keep, lambda kept: kept, q, (k, v), mask, *learned, **options)
 
     def keep(self, name: str, value: Any) -> None:
-        """Keeps a field of the layer's State. Raises ShardError if it has another type, or is kept already."""
+        """Keeps a field of the layer's State.
+
+        Raises ShardError if it has another type, or is kept already.
+        """
         value = self.states.checked(name, value)
         if jax.tree.leaves(getattr(self.kept, name)):
             raise ShardError(
@@ -131,7 +156,9 @@ def run_step(step: Callable[..., Any], state: Any, inputs: tuple) -> tuple[Any, 
 
 
 def as_gathered(x: jax.Array, own: jax.Array) -> jax.Array:
-    """A state in JAX's types as the layer's `own` array, which may be gathered over some axes, for the same ops."""
+    """A state in JAX's types as the layer's `own` array, which may be gathered over some axes, for
+    the same ops.
+    """
     axes = sort_axes(jax.typeof(own).manual_axis_type.reduced)
     return lax.pcast(x, axes, to="reduced") if axes else x
 
@@ -170,7 +197,8 @@ class Prefill(Sampled):
 
 
 class NextToken(Sampled):
-    """Attention of one token of each text, which reads the states and keeps what the token adds to them.
+    """Attention of one token of each text, which reads the states and keeps what the token adds to
+    them.
 
     Of an array with an entry for each position, that is the entry of one position.
     """
@@ -201,7 +229,8 @@ class NextToken(Sampled):
 def next_logits(
     w: W, cache: Separate[Array["layers", S]], texts: Texts, forward: Any
 ) -> tuple[act["B/r/d L V/t"], Separate[Array["layers", S]]]:
-    """Computes the logits of the token after `texts.token`, and adds `texts.token` to the states of the layers.
+    """Computes the logits of the token after `texts.token`, and adds `texts.token` to the states of
+    the layers.
 
     The N texts are B = r·d sequences. Here and below, `forward` is the Forward of the model.
     """
@@ -217,7 +246,8 @@ def next_logits(
             return x
         return old.at[:, jnp.arange(x.shape[1]), texts.place].set(x[:, :, 0], mode="drop")
 
-    # Written once after the loop over layers, because inside it each layer would copy its whole cache.
+    # Written once after the loop over layers, because inside it each layer would copy its whole
+    # cache.
     return forward.model.logits(w, x), jax.tree.map(write, types_of(forward.model), cache, new)
 
 
@@ -225,11 +255,15 @@ def next_logits(
 def filled_cache(
     w: W, ids: u32["_N/r/d _L"], read: i32["_N/r/d"], forward: Any, size: int
 ) -> Separate[Array["layers", S]]:
-    """Computes the states of layers after the first tokens of texts, with entries for `size` positions.
+    """Computes the states of layers after the first tokens of texts, with entries for `size`
+    positions.
 
-    `read` is the number of tokens of each text before the one that next_logits reads. Later entries are never read.
+    `read` is the number of tokens of each text before the one that next_logits reads. Later entries
+    are never read.
     """
-    positions: i32["_N/r/d _L"] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    positions: i32["_N/r/d _L"] = jnp.broadcast_to(
+        jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape
+    )
     one_document: i32["_N/r/d _L"] = jnp.zeros(ids.shape, jnp.int32)
     tokens = Tokens(ids, positions, one_document)
     _, cache = forward.hidden(w, tokens, Prefill(forward, tokens, read))
@@ -242,24 +276,28 @@ def filled_cache(
     return jax.tree.map(pad, types_of(forward.model), cache)
 
 
-# ---- check ----------------------------------------------------------------------------------------------------------
+# ---- check ---------------------------------------------------------------------------------------
 
 LENGTH, LENGTH_OF_STATES = 32, 256
-"""Most tokens that the check reads, half of them at once; a multiple of t if that is more. The states of a model of its
-own may depend on what is far back, such as a block of 64 compressed keys."""
+"""Most tokens that the check reads, half of them at once; a multiple of t if that is more. The
+states of a model of its own may depend on what is far back, such as a block of 64 compressed
+keys."""
 
 
 def check_cache(forward: Forward, context: int) -> None:
-    """Checks that a model can be decoded with the states that its layers keep, on random texts with random weights.
+    """Checks that a model can be decoded with the states that its layers keep, on random texts with
+    random weights.
 
-    In decoding, each position of a forward pass belongs to a different text. This is correct only if positions exchange
-    information through `attention` and declared states alone, by positions alone, and if the steps of a state compute
-    what the forward pass of training computes. Both are run in exact arithmetic, for one period of layers. All weights
-    are random, because weights that are initially 0 would hide errors. Causality is checked before, by
+    In decoding, each position of a forward pass belongs to a different text. This is correct only
+    if positions exchange information through `attention` and declared states alone, by positions
+    alone, and if the steps of a state compute what the forward pass of training computes. Both are
+    run in exact arithmetic, for one period of layers. All weights are random, because weights that
+    are initially 0 would hide errors. Causality is checked before, by
     shardwright/inspect/causality.py.
 
     Args:
-        forward: of the model, at sizes that can be run so, on the current mesh, of which no device need exist.
+        forward: of the model, at sizes that can be run so, on the current mesh, of which no device
+            need exist.
         context: number of tokens that the next one can attend to.
 
     Raises:
@@ -271,7 +309,9 @@ def check_cache(forward: Forward, context: int) -> None:
     plain = dataclasses.replace(forward.training, attention="einsum", compute_dtype="f32")
     forward = dataclasses.replace(forward, training=plain)
     period = period_of(model)
-    layers = jax.tree.map(lambda x: dataclasses.replace(x, shape=(period, *x.shape[1:])), model.table.layers)
+    layers = jax.tree.map(
+        lambda x: dataclasses.replace(x, shape=(period, *x.shape[1:])), model.table.layers
+    )
     table = dataclasses.replace(model.table, layers=layers)
     length = LENGTH_OF_STATES if hasattr(model, "State") else LENGTH
     half = -(-min(context, length) // (2 * t)) * t
@@ -306,8 +346,9 @@ def check_cache(forward: Forward, context: int) -> None:
         names = ", ".join(field.name for field in dataclasses.fields(state_of(model)))
         kept = f"the states {names}" if hasattr(model, "State") else "a KV cache"
         raise ValueError(
-            f"with {kept}, the logits of random texts differ from training's forward pass: {found[0].text}. Positions "
-            "may exchange information only through attention, once per layer, or a declared state, whose steps compute "
-            "what training computes; and an attention mask may depend on positions, not on shapes. Or train and "
-            "evaluate this model without samples."
+            f"with {kept}, the logits of random texts differ from training's forward pass: "
+            f"{found[0].text}. Positions may exchange information only through attention, once per "
+            f"layer, or a declared state, whose steps compute what training computes; and an "
+            "attention mask may depend on positions, not on shapes. Or train and evaluate this "
+            "model without samples."
         )

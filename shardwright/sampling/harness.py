@@ -12,11 +12,12 @@ from shardwright.settings.program import has_package
 
 
 def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
-    """Makes an lm_eval.api.model.TemplateLM with these weights, for lm_eval.simple_evaluate(model=…).
+    """Makes an lm_eval.api.model.TemplateLM with these weights, for
+    lm_eval.simple_evaluate(model=…).
 
-    Texts begin with bos, as in training. Token ids, likelihoods and rolling windows equal those of lm-eval's model `hf`
-    on the exported checkpoint. Rolling likelihoods equal those with its add_bos_token=False, without which it reads bos
-    twice.
+    Texts begin with bos, as in training. Token ids, likelihoods and rolling windows equal those of
+    lm-eval's model `hf` on the exported checkpoint. Rolling likelihoods equal those with its
+    add_bos_token=False, without which it reads bos twice.
 
     Args:
         scorer: computes the losses.
@@ -33,18 +34,27 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
         max_length = scorer.length
         tokenizer_name = "shardwright"
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-            return [self.prefix_token_id] * (add_special_tokens is not False) + tokenizer.ids(string)
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **_: object
+        ) -> list[int]:
+            return [self.prefix_token_id] * (add_special_tokens is not False) + tokenizer.ids(
+                string
+            )
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            found = list(log_likelihoods(scorer, weights, ((context, text) for _, context, text in requests)))
+            found = list(
+                log_likelihoods(scorer, weights, ((context, text) for _, context, text in requests))
+            )
             for request, result in zip(requests, found, strict=True):
                 self.cache_hook.add_partial("loglikelihood", request[0], result)
             return found
 
         def loglikelihood_rolling(self, requests: Any, **_: object) -> list[float]:
             texts = [tokenizer.ids(request.args[0]) for request in requests]
-            windows = [get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1) for ids in texts]
+            windows = [
+                get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+                for ids in texts
+            ]
             cut = [[*map(make_disjoint_window, of_text)] for of_text in windows]
             found = log_likelihoods(scorer, weights, (pair for text in cut for pair in text))
             return [sum(next(found)[0] for _ in text) for text in cut]
@@ -70,7 +80,9 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
                 with jax.set_mesh(scorer.mesh):
                     drawn = Sampler(scorer.step, settings, context).generate(weights, prompts)
                 for i, prompt, ids in zip(numbers, prompts, drawn, strict=True):
-                    text = tokenizer.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)
+                    text = tokenizer.continuation(
+                        prompt, ids[:-1] if ids[-1] in settings.stop else ids
+                    )
                     until = options[i].get("until") or []
                     for end in filter(None, [until] if isinstance(until, str) else until):
                         text = text.split(end)[0]
@@ -84,14 +96,19 @@ def check_tasks(names: Sequence[str]) -> None:
     """Raises ValueError for training.evals with tasks if lm-eval is not installed."""
     if names and not has_package("lm_eval"):
         raise ValueError(
-            f"training.evals has {names[0]!r}, a task of lm-eval, which is not installed: run pip install -e '.[eval]'"
+            f"training.evals has {names[0]!r}, a task of lm-eval, which is not installed: run pip "
+            "install -e '.[eval]'"
         )
 
 
-def run_harness(model: Any, names: Sequence[str], task_path: str | None = None, **options: Any) -> dict[str, Any]:
-    """Evaluates a `language_model` on tasks of lm-eval; `task_path` is a directory with further ones.
+def run_harness(
+    model: Any, names: Sequence[str], task_path: str | None = None, **options: Any
+) -> dict[str, Any]:
+    """Evaluates a `language_model` on tasks of lm-eval; `task_path` is a directory with further
+    ones.
 
-    Returns results, versions, numbers of samples, and a `table` to print. Raises ValueError for an unknown task.
+    Returns results, versions, numbers of samples, and a `table` to print. Raises ValueError for an
+    unknown task.
     """
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -100,7 +117,12 @@ def run_harness(model: Any, names: Sequence[str], task_path: str | None = None, 
     manager = TaskManager(include_path=task_path)
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ValueError(
-            f"lm-eval has no task {unknown[0]!r}. `lm-eval ls tasks` lists its own; task_path=<directory> adds others."
+            f"lm-eval has no task {unknown[0]!r}. `lm-eval ls tasks` lists its own; "
+            "task_path=<directory> adds others."
         )
-    found: Any = lm_eval.simple_evaluate(model=model, tasks=list(names), task_manager=manager, **options)
-    return {name: found[name] for name in ("results", "versions", "n-samples")} | {"table": make_table(found)}
+    found: Any = lm_eval.simple_evaluate(
+        model=model, tasks=list(names), task_manager=manager, **options
+    )
+    return {name: found[name] for name in ("results", "versions", "n-samples")} | {
+        "table": make_table(found)
+    }

@@ -1,11 +1,12 @@
-"""Samples text from a model: batched, with the states that layers keep (such as a KV cache), sharded as in training.
+"""Samples text from a model: batched, with the states that layers keep (such as a KV cache),
+sharded as in training.
 
-    sampler = Sampler(trace_step(c, model), Sampling(max_tokens=100, temperature=0.8), context=c.training.seq_len)
-    continuations = sampler.generate(weights, [[5, 8, 13], []])
+    sampler = Sampler(trace_step(c, model), Sampling(max_tokens=100, temperature=0.8),
+    context=c.training.seq_len) continuations = sampler.generate(weights, [[5, 8, 13], []])
 
-It runs the forward pass of training, with any model. Tokens get information from others only through `attention`, which
-can read what it kept of them, so the positions of a forward pass need not belong to one text. See
-docs/evaluation.md.
+It runs the forward pass of training, with any model. Tokens get information from others only
+through `attention`, which can read what it kept of them, so the positions of a forward pass need
+not belong to one text. See docs/evaluation.md.
 """
 
 import contextlib
@@ -40,31 +41,35 @@ from shardwright.sampling.cache import Texts, check_cache, filled_cache, next_lo
 CHUNK = 32
 """Most tokens per text that are drawn before the host reads them."""
 SHORTEST = 16
-"""Fewest positions of a forward pass over texts. Longer ones are powers of two, so that few programs are compiled."""
+"""Fewest positions of a forward pass over texts. Longer ones are powers of two, so that few
+programs are compiled."""
 
 
-# ---- the draw -----------------------------------------------------------------------------------------------------
+# ---- the draw ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Sampling:
-    """Settings of sampling the next token: from logits / temperature, after top_k, then top_p, then min_p."""
+    """Settings of sampling the next token: from logits / temperature, after top_k, then top_p, then
+    min_p.
+    """
 
     max_tokens: int = within(1, 2**31, 200)
     """Most tokens to add to a prompt; at least 1."""
     temperature: float = at_least_0(1.0)
     """At least 0; 0 takes the most likely token."""
     top_k: int | None = within(1, 2**31, None)
-    """Number of most likely tokens to sample from, at least 1, plus ties with the last of them. None: all."""
+    """Number of most likely tokens to sample from, at least 1, plus ties with the last of them.
+    None: all."""
     top_p: float = within(math.ulp(0), math.nextafter(1, 2), 1.0)
-    """Samples only from the most likely tokens that together have this probability, plus ties with the last of them.
-    In (0, 1] (arXiv 1904.09751)."""
+    """Samples only from the most likely tokens that together have this probability, plus ties with
+    the last of them. In (0, 1] (arXiv 1904.09751)."""
     seed: int = within(0, 2**63, 0)
-    """In [0, 2**63). The noise of a token depends only on the lowest 32 bits of the seed, the index of its text, and
-    its position in it."""
+    """In [0, 2**63). The noise of a token depends only on the lowest 32 bits of the seed, the index
+    of its text, and its position in it."""
     min_p: float = within(0, math.nextafter(1, 2), 0.0)
-    """Samples only from tokens with at least this share of the probability of the most likely one. In [0, 1]; 0 keeps
-    all (arXiv 2407.01082)."""
+    """Samples only from tokens with at least this share of the probability of the most likely one.
+    In [0, 1]; 0 keeps all (arXiv 2407.01082)."""
     stop: tuple[int, ...] = ()
     """Token ids that end a text."""
 
@@ -73,7 +78,9 @@ def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
     """Raises ValueError for a token id outside [0, vocab); `name` says where it comes from."""
     for token in ids:
         if not 0 <= token < vocab:
-            raise ValueError(f"{name} has the token id {token}; those of the model are 0 to {vocab - 1}.")
+            raise ValueError(
+                f"{name} has the token id {token}; those of the model are 0 to {vocab - 1}."
+            )
 
 
 def lowest_kept(scaled: jax.Array, s: Sampling) -> jax.Array:
@@ -107,7 +114,9 @@ def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Sampling) -
 
 
 @typed
-def choose(logits: act["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Sampling) -> u32["B/r/d L"]:
+def choose(
+    logits: act["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Sampling
+) -> u32["B/r/d L"]:
     """Samples the token at `place` of the text `number`, the same on all devices of t."""
     logits = jnp.float32(shardops.all_gather("B/r/d L V/t -> B/r/d L V", logits, replicated=True))
     scaled = logits / (s.temperature or 1.0)
@@ -116,7 +125,7 @@ def choose(logits: act["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d
     return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.uint32)
 
 
-# ---- programs over texts ------------------------------------------------------------------------------------------
+# ---- programs over texts -------------------------------------------------------------------------
 
 
 def padded(length: int, most: int, t: int) -> int:
@@ -126,13 +135,15 @@ def padded(length: int, most: int, t: int) -> int:
 
 
 class Programs:
-    """Runs programs with a model's forward pass over texts, on the current mesh. Compiles each once per shape.
+    """Runs programs with a model's forward pass over texts, on the current mesh.
+
+    Compiles each once per shape.
 
     Args:
-        step: a Step of the model. Of its settings, training.gather_weights decides if weights are gathered in each
-            layer for each token, or once for CHUNK tokens.
-        edits: settings of training in which the programs differ, besides attention for these devices and no FP8, whose
-            scales make a text depend on the others in its batch.
+        step: a Step of the model. Of its settings, training.gather_weights decides if weights are
+            gathered in each layer for each token, or once for CHUNK tokens.
+        edits: settings of training in which the programs differ, besides attention for these
+            devices and no FP8, whose scales make a text depend on the others in its batch.
 
     Raises:
         ValueError: the model has inputs other than tokens.
@@ -141,8 +152,8 @@ class Programs:
     def __init__(self, step: Step, edits: Mapping[str, Any] | None = None):
         if inputs := step.inputs:
             raise ValueError(
-                f"model.module {step.model.config.module!r} also reads {', '.join(inputs)}, which texts do not have. "
-                "Evaluate it on the validation data of its run."
+                f"model.module {step.model.config.module!r} also reads {', '.join(inputs)}, which "
+                f"texts do not have. Evaluate it on the validation data of its run."
             )
         t = step.mesh.shape["t"]
         # Texts come in batches of their own, which the devices divide, also where the run's do not.
@@ -159,14 +170,21 @@ class Programs:
         self._compiled: dict[Any, Any] = {}
 
     def jit(self, per_device: Any, kept: int, donated: tuple = ()) -> Any:
-        """Jits `per_device`. Its results after the first `kept` are replicated, for the host to read."""
+        """Jits `per_device`.
+
+        Its results after the first `kept` are replicated, for the host to read.
+        """
         dtype = self.forward.training.compute_dtype
 
         @functools.partial(jax.jit, donate_argnums=donated)
         @functools.wraps(per_device)
         def program(*args):
             # By default, GPUs round operands of f32 matmuls to TF32.
-            exact = jax.default_matmul_precision("highest") if dtype == "f32" else contextlib.nullcontext()
+            exact = (
+                jax.default_matmul_precision("highest")
+                if dtype == "f32"
+                else contextlib.nullcontext()
+            )
             with compute_scope(dtype), exact:
                 out = per_device(*args)
             out = out if isinstance(out, tuple) else (out,)
@@ -175,7 +193,9 @@ class Programs:
         return program
 
     def _find_unsound(self) -> list[Finding]:
-        """Finds what the forward pass computes on the mesh otherwise than on one device, at small sizes."""
+        """Finds what the forward pass computes on the mesh otherwise than on one device, at small
+        sizes.
+        """
         try:
             small = make_small(self.step).step
             alone = small.other(mesh=on_one_device(small.mesh), planned=small.mesh.shape)
@@ -184,7 +204,10 @@ class Programs:
             return [Finding(str(error))]
 
     def run(self, program: Any, *args: Any) -> Any:
-        """Runs program(*args), where `jit` made `program`. On several devices, checks the forward pass first."""
+        """Runs program(*args), where `jit` made `program`.
+
+        On several devices, checks the forward pass first.
+        """
         key = (program, tuple(np.shape(x) for x in jax.tree.leaves(args)))
         if key not in self._compiled:
             if self.mesh.size > 1 and not self._is_sound:
@@ -200,8 +223,8 @@ class Sampler(Programs):
     Args:
         step: as for Programs.
         settings: how to sample.
-        context: number of tokens that the next one can attend to, with bos; at most the model's positions. A text that
-            fills it ends.
+        context: number of tokens that the next one can attend to, with bos; at most the model's
+            positions. A text that fills it ends.
         batch: most texts at once; rounded up to a multiple of the devices.
 
     Raises:
@@ -231,7 +254,9 @@ class Sampler(Programs):
             return filled_cache(forward.gatherable(w), ids, read, forward, cache_size)
 
         @typed_shard_map
-        def decode(w: Of[Weights], cache: Of[Cache], texts: Texts) -> tuple[Of[Cache], Texts, u32["_T _N/r/d"]]:
+        def decode(
+            w: Of[Weights], cache: Of[Cache], texts: Texts
+        ) -> tuple[Of[Cache], Texts, u32["_T _N/r/d"]]:
             w = forward.gatherable(w)
 
             def step(carry, _):
@@ -267,12 +292,12 @@ class Sampler(Programs):
         Args:
             weights: of the model, sharded as in training.
             prompts: token ids. After an empty prompt, the text begins after bos.
-            is_over: maps a prompt and the ids added to it to whether the text is complete. Called after every chunk, so
-                texts may have more tokens.
+            is_over: maps a prompt and the ids added to it to whether the text is complete. Called
+                after every chunk, so texts may have more tokens.
 
         Raises:
-            ValueError: token ids are outside the model's vocabulary, a prompt fills the context, or the model cannot be
-                decoded with a cache or its states.
+            ValueError: token ids are outside the model's vocabulary, a prompt fills the context, or
+                the model cannot be decoded with a cache or its states.
         """
         self.check(prompts)
         batch = -(-min(len(prompts), self._batch) // self.mesh.size) * self.mesh.size
@@ -286,12 +311,15 @@ class Sampler(Programs):
         for i, prompt in enumerate(prompts):
             check_ids(f"prompt {i}", prompt, self.config.vocab)
             if len(prompt) >= self.context:
-                raise ValueError(f"prompt {i} has {len(prompt)} tokens; it must have fewer than {self.context}.")
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens; it must have fewer than {self.context}."
+                )
         if not self._checked:
             positions = padded(self.context, self.context, self._t)
             if unproved := check_causal(self.step, positions):
                 raise ValueError(
-                    f"cannot sample texts, because it is not known whether the model is causal: {unproved}"
+                    f"cannot sample texts, because it is not known whether the model is causal: "
+                    f"{unproved}"
                 )
             try:
                 self._check_cache(make_small(self.step).step)
@@ -301,7 +329,10 @@ class Sampler(Programs):
 
     def _check_cache(self, step: Step) -> None:
         with tracing(step.mesh):
-            check_cache(step.forward, min(self.context, getattr(step.model.config, "positions", self.context)))
+            check_cache(
+                step.forward,
+                min(self.context, getattr(step.model.config, "positions", self.context)),
+            )
 
     def _generate(
         self,
@@ -329,7 +360,10 @@ class Sampler(Programs):
             state, drawn = jax.tree.map(np.asarray, found)
             for i, text in enumerate(texts):
                 text += drawn[: state.place[i] - len(text), i].tolist()
-            over = [is_over(prompt, text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=False)]
+            over = [
+                is_over(prompt, text[len(prompt) :])
+                for text, prompt in zip(texts, prompts, strict=False)
+            ]
             over += [True] * (batch - len(prompts))
             state = dataclasses.replace(state, left=np.where(over, 0, state.left).astype(np.int32))
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=False)]

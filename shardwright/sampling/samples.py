@@ -22,12 +22,14 @@ SHOWN = 100
 
 
 class Samples(Listener):
-    """Continues training.sample_prompts before the first step and when training.sample_interval is due.
+    """Continues training.sample_prompts before the first step and when training.sample_interval is
+    due.
 
-    Each sample is a line in `<directory>/samples.jsonl`: step (number of steps done), prompt, text (what was added),
-    and ended (true if by the data's end-of-document token). The noise is the same each time, so texts differ only by
-    what was learned. All processes make the same calls; process 0 writes. A resumed run moves lines of later steps
-    aside when it first writes. If sampling fails, it warns, and training continues without samples.
+    Each sample is a line in `<directory>/samples.jsonl`: step (number of steps done), prompt, text
+    (what was added), and ended (true if by the data's end-of-document token). The noise is the same
+    each time, so texts differ only by what was learned. All processes make the same calls; process
+    0 writes. A resumed run moves lines of later steps aside when it first writes. If sampling
+    fails, it warns, and training continues without samples.
 
     Raises:
         ValueError: the data's tokenizer cannot encode a prompt, or a setting is out of range.
@@ -42,7 +44,8 @@ class Samples(Listener):
         if run.step.inputs:
             raise ValueError(
                 f"training.sample_interval is {t.sample_interval}, but the model also reads "
-                f"{', '.join(run.step.inputs)}, which generated tokens lack. Set training.sample_interval=null."
+                f"{', '.join(run.step.inputs)}, which generated tokens lack. Set "
+                "training.sample_interval=null."
             )
         self._run = run
         self._texts = list(t.sample_prompts)
@@ -53,10 +56,15 @@ class Samples(Listener):
             for text, ids in zip(self._texts, self._prompts, strict=True):
                 check_ids(f"training.sample_prompts: {text!r}", ids, c.model.vocab)
         except ValueError as e:
-            instead = "Set training.sample_interval=null for no samples, or use a dataset that has its tokenizer.json."
+            instead = (
+                "Set training.sample_interval=null for no samples, or use a dataset that has "
+                "its tokenizer.json."
+            )
             raise ValueError(f"training.sample_prompts: {str(e).replace(REMEDY, instead)}") from e
         self._stop = () if self._tokenizer.end is None else (self._tokenizer.end,)
-        settings = Sampling(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
+        settings = Sampling(
+            t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop
+        )
         self._mesh = folded_mesh(c)
         with jax.set_mesh(self._mesh):
             self._sampler = Sampler(run.step, settings, context=t.seq_len)
@@ -68,7 +76,9 @@ class Samples(Listener):
             self._write(state.weights)
 
     def is_due(self) -> bool:
-        return self._sampler is not None and self._run.due(self._run.config.training.sample_interval)
+        return self._sampler is not None and self._run.due(
+            self._run.config.training.sample_interval
+        )
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
         if self.is_due():
@@ -86,15 +96,22 @@ class Samples(Listener):
                 drawn = self._sampler.generate(folded, self._prompts)
         except Exception as error:  # from the user's model, in every process
             self._sampler = None
-            say(f"WARNING: no samples: {type(error).__name__}: {error}\nTraining continues without samples.")
+            say(
+                f"WARNING: no samples: {type(error).__name__}: {error}\nTraining continues without "
+                "samples."
+            )
             return
         lines = []
         for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):
             ended = ids[-1] in self._stop
             added = self._tokenizer.continuation(prompt, ids[:-1] if ended else ids)
-            lines.append(json.dumps({"step": done, "prompt": text, "text": added, "ended": ended}) + "\n")
+            lines.append(
+                json.dumps({"step": done, "prompt": text, "text": added, "ended": ended}) + "\n"
+            )
             shown = " ".join((text + added).split())
-            self._run.log.log_event(done - 1, "sample", {"text": shown[:SHOWN] + "…" * (len(shown) > SHOWN)})
+            self._run.log.log_event(
+                done - 1, "sample", {"text": shown[:SHOWN] + "…" * (len(shown) > SHOWN)}
+            )
         if jax.process_index() == 0:
             with best_effort(str(self._path)):
                 if not self._wrote:
@@ -107,8 +124,8 @@ class Samples(Listener):
 class Tasks(Listener):
     """Evaluates training.evals as tools.evaluate does: the event `evals`, such as arc_easy/acc.
 
-    They are due at training.evals_interval, or where a validation is. A task that fails is logged as `failed`, and
-    training continues. Raises ValueError if lm-eval is not installed.
+    They are due at training.evals_interval, or where a validation is. A task that fails is logged
+    as `failed`, and training continues. Raises ValueError if lm-eval is not installed.
     """
 
     _scorer: Scorer | None = None
@@ -127,7 +144,9 @@ class Tasks(Listener):
     def is_due(self) -> bool:
         t = self._c.training
         epochs = None if t.evals_interval else t.eval_epochs
-        return self._scorer is not None and self._run.due(t.evals_interval or t.eval_interval, epochs)
+        return self._scorer is not None and self._run.due(
+            t.evals_interval or t.eval_interval, epochs
+        )
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
         if self._scorer and self.is_due():
@@ -149,6 +168,14 @@ class Tasks(Listener):
             except Exception as error:  # from the user's model or data, or lm-eval
                 failed.append(f"{name}: {in_a_line(error)}")
                 continue
-            numbers = ((f"{task}/{metric}", x) for task, of_task in found.items() for metric, x in of_task.items())
-            metrics |= {key.removesuffix(",none"): float(x) for key, x in numbers if isinstance(x, int | float)}
+            numbers = (
+                (f"{task}/{metric}", x)
+                for task, of_task in found.items()
+                for metric, x in of_task.items()
+            )
+            metrics |= {
+                key.removesuffix(",none"): float(x)
+                for key, x in numbers
+                if isinstance(x, int | float)
+            }
         return metrics | ({"failed": "; ".join(failed)} if failed else {})

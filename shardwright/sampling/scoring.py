@@ -1,11 +1,12 @@
-"""Computes the losses of given tokens: batched, with training's forward pass, sharded as in training.
+"""Computes the losses of given tokens: batched, with training's forward pass, sharded as in
+training.
 
     scorer = Scorer(trace_step(c, model), train.cross_entropy, length=c.training.seq_len)
     for losses, likeliest in scorer.losses(weights, [[bos, 5, 8, 13], [bos, 21]]):
         …
 
-The first token of a sequence has no loss. Each sequence has its own row, padded at its end, so its losses do not depend
-on the others, except for rounding.
+The first token of a sequence has no loss. Each sequence has its own row, padded at its end, so its
+losses do not depend on the others, except for rounding.
 """
 
 import dataclasses
@@ -63,7 +64,8 @@ class Scorer(Programs):
     """
 
     def __init__(self, step: Step, loss: Callable, length: int):
-        # document_mask must be on: the padding is another document, which non-causal masks must not see.
+        # document_mask must be on: the padding is another document, which non-causal masks must not
+        # see.
         super().__init__(step, {"training.document_mask": True})
         sizes = dict.fromkeys("ct", 1) | dict(self.mesh.shape)
         self.length = length
@@ -75,7 +77,9 @@ class Scorer(Programs):
         Weights = self.forward.model.Weights
 
         @typed_shard_map
-        def losses(w: Of[Weights], batch: TokenBatch, ids: u32["B/b L"]) -> tuple[f32["B/b L/c"], bool_["B/b L/c"]]:
+        def losses(
+            w: Of[Weights], batch: TokenBatch, ids: u32["B/b L"]
+        ) -> tuple[f32["B/b L/c"], bool_["B/b L/c"]]:
             ids, targets = (shardops.shard("B/b L -> B/b L/c", x) for x in (ids, batch.targets))
             tokens = dataclasses.replace(forward.tokens(batch), ids=ids)
             logits = forward.logits(forward.gatherable(w), tokens)
@@ -88,19 +92,25 @@ class Scorer(Programs):
 
         Args:
             weights: of the model, sharded as in training.
-            sequences: 2 to `length` + 1 token ids each. The first is at position 0, where training has bos.
+            sequences: 2 to `length` + 1 token ids each. The first is at position 0, where training
+                has bos.
 
         Raises:
-            ValueError: token ids are outside the model's vocabulary, or a sequence is too short or too long.
+            ValueError: token ids are outside the model's vocabulary, or a sequence is too short or
+                too long.
         """
         sequences = iter(sequences)
-        while block := [np.asarray(ids, np.int64) for ids in itertools.islice(sequences, READ_AHEAD)]:
+        while block := [
+            np.asarray(ids, np.int64) for ids in itertools.islice(sequences, READ_AHEAD)
+        ]:
             yield from self._of_block(weights, block)
 
     def _of_block(self, weights: object, block: list[np.ndarray]) -> list[Scored]:
         for ids in block:
             if not 2 <= len(ids) <= self.length + 1:
-                raise ValueError(f"a sequence has {len(ids)} tokens; it must have 2 to {self.length + 1}.")
+                raise ValueError(
+                    f"a sequence has {len(ids)} tokens; it must have 2 to {self.length + 1}."
+                )
             check_ids("a sequence", (ids.min(), ids.max()), self.config.vocab)
         left = sorted(range(len(block)), key=lambda i: -len(block[i]))
         waiting = []
@@ -118,7 +128,9 @@ class Scorer(Programs):
         return [found[i] for i in range(len(block))]
 
     def _compute(self, weights: object, part: list[np.ndarray], rows: int, length: int) -> Any:
-        """Computes the losses f32[rows, length], and whether each target is the most likely, bool[rows, length]."""
+        """Computes the losses f32[rows, length], and whether each target is the most likely,
+        bool[rows, length].
+        """
         ids, targets = np.zeros((2, rows, length), np.uint32)
         is_start = np.zeros(ids.shape, bool)
         is_start[:, 0] = True
@@ -126,14 +138,16 @@ class Scorer(Programs):
             n = len(sequence) - 1
             ids[row, :n], targets[row, :n] = sequence[:-1], sequence[1:]
             is_start[row, n : n + 1] = True
-        batch = TokenBatch(targets=targets, is_seq_start=is_start, loss_mask=np.ones(ids.shape, bool))
+        batch = TokenBatch(
+            targets=targets, is_seq_start=is_start, loss_mask=np.ones(ids.shape, bool)
+        )
         with jax.set_mesh(self.mesh):
             shardings = make_shardings(TokenBatch, like=batch)
             batch, ids = jax.tree.map(jax.device_put, (batch, ids), (shardings, shardings.targets))
             return self.run(self._program, weights, batch, ids)
 
 
-# ---- texts --------------------------------------------------------------------------------------------------------
+# ---- texts ---------------------------------------------------------------------------------------
 
 
 def pieces(ids: Sequence[int], bos: int, length: int) -> list[list[int]]:
@@ -144,7 +158,9 @@ def pieces(ids: Sequence[int], bos: int, length: int) -> list[list[int]]:
     return [[bos, *ids[i : i + length]] for i in range(0, len(ids), length)]
 
 
-def document_losses(scorer: Scorer, weights: object, documents: Iterable[Sequence[int]]) -> Iterator[float]:
+def document_losses(
+    scorer: Scorer, weights: object, documents: Iterable[Sequence[int]]
+) -> Iterator[float]:
     """Yields the summed loss of each document's tokens, in nats.
 
     Documents are token ids without bos. Those with more than scorer.length are split into pieces.
@@ -159,10 +175,11 @@ def document_losses(scorer: Scorer, weights: object, documents: Iterable[Sequenc
 def log_likelihoods(
     scorer: Scorer, weights: object, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]
 ) -> Iterator[tuple[float, bool]]:
-    """Yields the log-probability of each continuation after its context, in nats, and whether it is greedy.
+    """Yields the log-probability of each continuation after its context, in nats, and whether it is
+    greedy.
 
-    It is greedy if each of its tokens is the most likely one. A context that is too long is truncated at its start, bos
-    included, as in lm-eval.
+    It is greedy if each of its tokens is the most likely one. A context that is too long is
+    truncated at its start, bos included, as in lm-eval.
 
     Args:
         scorer: computes the losses.
@@ -177,5 +194,10 @@ def log_likelihoods(
     for scored, (_, continuation) in zip(scorer.losses(weights, cut), again, strict=True):
         count = len(continuation)
         if not 1 <= count <= scorer.length:
-            raise ValueError(f"a continuation has {count} tokens; it must have 1 to {scorer.length}.")
-        yield -float(scored.losses[-count:].sum(dtype=np.float64)), bool(scored.likeliest[-count:].all())
+            raise ValueError(
+                f"a continuation has {count} tokens; it must have 1 to {scorer.length}."
+            )
+        yield (
+            -float(scored.losses[-count:].sum(dtype=np.float64)),
+            bool(scored.likeliest[-count:].all()),
+        )

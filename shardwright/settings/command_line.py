@@ -1,4 +1,6 @@
-"""Reads the command line of a program, before Hydra does: its flags, its configuration, and the names of settings."""
+"""Reads the command line of a program, before Hydra does: its flags, its configuration, and the
+names of settings.
+"""
 
 import dataclasses
 import os
@@ -60,31 +62,46 @@ SHIPPED = Path(__file__).parents[1] / "shipped"
 
 
 def register_shipped() -> None:
-    """Lets configurations write ${shipped:name}: `name` where a program starts if it is there, else that of SHIPPED."""
+    """Lets configurations write ${shipped:name}: `name` where a program starts if it is there, else
+    that of SHIPPED.
+    """
 
     def found(name):
-        return name if Path(name).exists() else str(SHIPPED / name).removeprefix(f"{os.getcwd()}{os.sep}")
+        return (
+            name
+            if Path(name).exists()
+            else str(SHIPPED / name).removeprefix(f"{os.getcwd()}{os.sep}")
+        )
 
     OmegaConf.register_new_resolver("shipped", found, replace=True)
 
 
 def parse(program: Program, arguments: Sequence[str]) -> CommandLine:
-    """Reads the arguments of a program. Raises ValueError for a flag, setting or directory that does not exist.
+    """Reads the arguments of a program.
 
-    --config-name may be a file, such as configs/x.yaml. runs/x, run=x and x become run=runs/x if the program reads a
-    run and runs/x exists.
+    Raises ValueError for a flag, setting or directory that does not exist.
+
+    --config-name may be a file, such as configs/x.yaml. runs/x, run=x and x become run=runs/x if
+    the program reads a run and runs/x exists.
     """
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        raise ValueError(f"{message}. `{program.command} --help` lists flags, and settings, which are name=value.")
+        raise ValueError(
+            f"{message}. `{program.command} --help` lists flags, and settings, which are "
+            "name=value."
+        )
 
     parser.error = refuse
     found = parser.parse_intermixed_args(arguments)
-    directories = [Path(os.path.expanduser(given)) for given in (found.config_dir, found.config_path) if given]
+    directories = [
+        Path(os.path.expanduser(given)) for given in (found.config_dir, found.config_path) if given
+    ]
     for directory in directories:
         if not directory.is_dir():
-            raise ValueError(f"--config-dir is {directory}, which is not a directory. Correct the path.")
+            raise ValueError(
+                f"--config-dir is {directory}, which is not a directory. Correct the path."
+            )
     own = Path("configs")  # of a project; the configurations of a tool are not those of runs
     if program.config_name is None and own.is_dir() and not own.samefile(program.configs):
         directories.append(own)
@@ -95,32 +112,51 @@ def parse(program: Program, arguments: Sequence[str]) -> CommandLine:
     name = name.removesuffix(".yaml") or program.config_name
     flags = {key: value for key, value in vars(found).items() if value and key not in OURS}
     flags |= {"config_dir": str(directories[0])} if directories else {}
-    words = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in flags.items()]
+    words = [
+        f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for key, value in flags.items()
+    ]
     words += read_overrides(program, found.overrides)
     if not (name or found.help or found.hydra_help or found.shell_completion):
-        raise ValueError(f"name a run: --config-name=<file in configs/>. `{program.command} --help` lists them.")
+        raise ValueError(
+            f"name a run: --config-name=<file in configs/>. `{program.command} --help` lists them."
+        )
     return CommandLine(words, name, directories, found.help)
 
 
-_TEXTS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?<![^\[,])[^][(){}'",$\\]+(?=[\],]|\Z)""")
-"""Quoted texts; and values, also in a list or of a sweep, that have no quotes, functions or interpolations."""
+_TEXTS = re.compile(
+    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?<![^\[,])[^][(){}'",$\\]+(?=[\],]|\Z)"""
+)
+"""Quoted texts; and values, also in a list or of a sweep, that have no quotes, functions or
+interpolations."""
 _PLAIN = re.compile(r"(?!(?:true|false|inf|nan)\Z)[a-z_/][\w./:+-]*", re.ASCII | re.IGNORECASE)
 """Texts that Hydra reads as they are, and null."""
 
 
 def read_overrides(program: Program, words: Sequence[str]) -> list[str]:
-    """Writes settings as Hydra takes them. Raises ValueError for a word that is none, or whose section is unknown."""
+    """Writes settings as Hydra takes them.
+
+    Raises ValueError for a word that is none, or whose section is unknown.
+    """
     has_run = "run" in (field.name for field in dataclasses.fields(program.schema))
     read = []
     for word in _with_runs(words) if has_run else words:
         name, equals, value = word.lstrip("+~").partition("=")
         if not (equals or word.startswith("~")):
-            configs = [] if program.config_name else [path.stem for path in program.configs.glob("*.yaml")]
+            configs = (
+                []
+                if program.config_name
+                else [path.stem for path in program.configs.glob("*.yaml")]
+            )
             near = did_you_mean(Path(word).stem, configs).replace("mean ", "mean --config-name=")
             other = ", or the directory of a run" if has_run else ""
-            raise ValueError(f"{word} is not a setting with its value. Write name=value{other}.{near}")
+            raise ValueError(
+                f"{word} is not a setting with its value. Write name=value{other}.{near}"
+            )
         if value == "null" and (program.configs / name).is_dir():
-            raise ValueError(f"{name} is null; give the name of a file in configs/{name}/, or leave it out.")
+            raise ValueError(
+                f"{name} is null; give the name of a file in configs/{name}/, or leave it out."
+            )
         kind = Any if name.startswith("hydra") else kind_of(program.schema, name)
         if kind in (str, list[str]):
             word = word.removesuffix(value) + _TEXTS.sub(_quoted, value)
@@ -151,7 +187,8 @@ class _SearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for directory in self.directories:
-            search_path.prepend("command-line", str(directory.absolute()), "main")  # a project's files win
+            # a project's files win
+            search_path.prepend("command-line", str(directory.absolute()), "main")
 
 
 def search_first(directories: Sequence[Path]) -> None:
@@ -161,7 +198,9 @@ def search_first(directories: Sequence[Path]) -> None:
 
 
 def explained(program: Program, directories: Sequence[Path], error: Exception) -> str | None:
-    """Writes the message for an error of Hydra's composition, in one line; None for another error."""
+    """Writes the message for an error of Hydra's composition, in one line; None for another
+    error.
+    """
     if isinstance(error, MissingConfigException):
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         options = [*(error.options or ())]
@@ -169,10 +208,16 @@ def explained(program: Program, directories: Sequence[Path], error: Exception) -
             group = "--config-name"
             folders = [*directories, program.configs]
             options = sorted(path.stem for folder in folders for path in folder.glob("*.yaml"))
-        return f"{group} is {choice}; choose one of {listed(options, 12)}.{did_you_mean(choice, options)}"
+        return (
+            f"{group} is {choice}; choose one of "
+            f"{listed(options, 12)}.{did_you_mean(choice, options)}"
+        )
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override}. {QUOTES}".replace("\n", "\\n")
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         reason = " ".join(str(error if str(error) else error.__cause__).split()).rstrip(".")
-        return f"{reason}. Correct it; `{program.command} --help` lists the configurations and settings."
+        return (
+            f"{reason}. Correct it; `{program.command} --help` lists the configurations and "
+            "settings."
+        )
     return None

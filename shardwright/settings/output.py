@@ -16,14 +16,20 @@ _IN_CHECKOUT = (PACKAGE.parent / "pyproject.toml").exists()
 
 
 def as_installed(text: str) -> str:
-    """Writes commands and pages in a message as they are outside a checkout: `shardwright plan`, and a whole path.
+    """Writes commands and pages in a message as they are outside a checkout: `shardwright plan`,
+    and a whole path.
 
-    A program that was started by the command `shardwright` may be outside of the checkout that it is installed from.
+    A program that was started by the command `shardwright` may be outside of the checkout that it
+    is installed from.
     """
     if not _IN_CHECKOUT or sys.argv[0].startswith("shardwright "):
         text = re.sub(r"python -m (?:tools\.|(?=train\b))", "shardwright ", text)
         text = re.sub(r"pip install -e '\.(\[\w+\])'", r"pip install 'shardwright\1'", text)
-    return text if _IN_CHECKOUT else re.sub(r"(?<![\w/])(?=docs/[\w/]+\.(?:md|py))", f"{PACKAGE}/", text)
+    return (
+        text
+        if _IN_CHECKOUT
+        else re.sub(r"(?<![\w/])(?=docs/[\w/]+\.(?:md|py))", f"{PACKAGE}/", text)
+    )
 
 
 def say(text: str, flush: bool = False) -> None:
@@ -38,11 +44,17 @@ def say(text: str, flush: bool = False) -> None:
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
         with contextlib.suppress(OSError):
-            print(f"WARNING: stdout is lost: {error.strerror}. The program continues.", file=sys.stderr, flush=True)
+            print(
+                f"WARNING: stdout is lost: {error.strerror}. The program continues.",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def told_in_a_line(main: Callable[[], None]) -> Callable[[], None]:
-    """Decorator of a program without settings: ends it with one line for a path that cannot be read or written."""
+    """Decorator of a program without settings: ends it with one line for a path that cannot be read
+    or written.
+    """
 
     @functools.wraps(main)
     def told() -> None:
@@ -50,7 +62,10 @@ def told_in_a_line(main: Callable[[], None]) -> Callable[[], None]:
             main()
         except OSError as error:
             where = f": {error.filename}" if error.filename else ""
-            sys.exit(f"Error: {error.strerror or error}{where}. Check the path, its permissions and its disk.")
+            sys.exit(
+                f"Error: {error.strerror or error}{where}. Check the path, its permissions and its "
+                "disk."
+            )
 
     return told
 
@@ -64,7 +79,11 @@ def quoted(text: str) -> str:
     """Quotes a text as a value on Hydra's command line."""
     # A backslash is special before a quote, before "${", and at the end.
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + '\\"' * bool(found[2]), text) + '"'
+    return (
+        '"'
+        + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + '\\"' * bool(found[2]), text)
+        + '"'
+    )
 
 
 def override(setting: str, value: str) -> str:

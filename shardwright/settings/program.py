@@ -23,7 +23,13 @@ from omegaconf.errors import OmegaConfBaseException
 from shardlib.places import is_raised_on_purpose
 from shardwright.data.checks import check_ranges
 from shardwright.data.untrusted import check_private, first_line, shown
-from shardwright.settings.command_line import Program, explained, parse, register_shipped, search_first
+from shardwright.settings.command_line import (
+    Program,
+    explained,
+    parse,
+    register_shipped,
+    search_first,
+)
 from shardwright.settings.exits import ERROR, LOST, exit_of
 from shardwright.settings.help import help_text
 from shardwright.settings.output import as_installed
@@ -37,13 +43,14 @@ FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
 
 
 def refusal(error: Exception) -> str | None:
-    """Returns the message to print for `error` instead of its traceback; None if the traceback is needed.
+    """Returns the message to print for `error` instead of its traceback; None if the traceback is
+    needed.
 
-    Messages are for a ValueError, OSError or FloatingPointError that this project, a model or the configuration raises
-    on purpose; system errors about a file or a full disk; and missing packages. A ValueError
-    from Python or a library is a bug and needs its traceback, as does every error with HYDRA_FULL_ERROR=1. For errors
-    in code that shardlib checks, the message starts with the location. Control characters, which data may contain, are
-    removed.
+    Messages are for a ValueError, OSError or FloatingPointError that this project, a model or the
+    configuration raises on purpose; system errors about a file or a full disk; and missing
+    packages. A ValueError from Python or a library is a bug and needs its traceback, as does every
+    error with HYDRA_FULL_ERROR=1. For errors in code that shardlib checks, the message starts with
+    the location. Control characters, which data may contain, are removed.
     """
     message = _message(error)
     if message is None or os.environ.get(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR")) == "1":
@@ -62,12 +69,17 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, OmegaConfBaseException):
         name = error.full_key or "a setting"
         return f"{name}: {first_line(error)}. Correct the value of {name}."
-    on_purpose = isinstance(error, ValueError | OSError | FloatingPointError) and is_raised_on_purpose(error)
+    on_purpose = isinstance(
+        error, ValueError | OSError | FloatingPointError
+    ) and is_raised_on_purpose(error)
     return str(error) if on_purpose or getattr(error, "errno", None) == errno.ENOSPC else None
 
 
 def has_package(name: str) -> bool:
-    """Returns whether Python finds a module. A mere folder of its name, which Python would import, is none."""
+    """Returns whether Python finds a module.
+
+    A mere folder of its name, which Python would import, is none.
+    """
     found = importlib.util.find_spec(name)
     return found is not None and found.origin is not None
 
@@ -78,11 +90,12 @@ class Refused(CompactHydraException):
 
 @contextlib.contextmanager
 def refusals_shown() -> Iterator[None]:
-    """Context that prints errors: one with a `refusal` message ends the program with that and status 1.
+    """Context that prints errors: one with a `refusal` message ends the program with that and
+    status 1.
 
-    An error that `exit_of` knows ends it with a line on what happened and what to do, and its status. A traceback
-    precedes it, unless another process has failed, which prints its own. In a sweep, an error with a message ends only
-    the job, as Refused.
+    An error that `exit_of` knows ends it with a line on what happened and what to do, and its
+    status. A traceback precedes it, unless another process has failed, which prints its own. In a
+    sweep, an error with a message ends only the job, as Refused.
     """
     try:
         yield
@@ -98,17 +111,24 @@ def refusals_shown() -> Iterator[None]:
             if ended is not LOST or os.environ.get(FULL_ERROR) == "1":
                 traceback.print_exception(error)
             why = shown(first_line(error))
-            message = f"shardwright: the process on {socket.gethostname()} {ended.what}: {why}. {ended.next}"
+            message = (
+                f"shardwright: the process on {socket.gethostname()} {ended.what}: {why}. "
+                f"{ended.next}"
+            )
         print(message, file=sys.stderr)
         sys.exit(ended.code)
 
 
-def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]] = dict) -> None:
-    """Calls `job` with what Hydra composes from the command line, or prints the help or what is wrong.
+def start(
+    program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]] = dict
+) -> None:
+    """Calls `job` with what Hydra composes from the command line, or prints the help or what is
+    wrong.
 
     Args:
         program: the program and its settings.
-        job: function of the configuration that Hydra composed. It prints its own errors, with refusals_shown.
+        job: function of the configuration that Hydra composed. It prints its own errors, with
+            refusals_shown.
         sections: returns dataclasses for sections whose type the schema leaves open, for the help.
     """
     prepare()
@@ -127,7 +147,9 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         raise
 
 
-def _start(program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]]) -> None:
+def _start(
+    program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]]
+) -> None:
     register_shipped()
     line = parse(program, sys.argv[1:])
     if line.help:
@@ -138,15 +160,21 @@ def _start(program: Program, job: Callable[[Any], Any], sections: Callable[[], d
     search_first(line.directories)
     _ignore_shared_cache()
     try:
-        hydra.main(version_base="1.3", config_path=str(program.configs), config_name=line.config_name)(job)()
+        hydra.main(
+            version_base="1.3", config_path=str(program.configs), config_name=line.config_name
+        )(job)()
     except Exception as error:
-        if isinstance(error, Refused) or not (message := explained(program, line.directories, error)):
+        if isinstance(error, Refused) or not (
+            message := explained(program, line.directories, error)
+        ):
             raise
         raise ValueError(message) from error
 
 
 def _ignore_shared_cache() -> None:
-    """Has JAX ignore a directory of compiled programs in which others may write: they could run theirs as the user."""
+    """Has JAX ignore a directory of compiled programs in which others may write: they could run
+    theirs as the user.
+    """
     directory = Path(os.environ.get(CACHE) or os.devnull).expanduser()
     try:
         if directory.is_dir():
@@ -161,7 +189,8 @@ def _ignore_shared_cache() -> None:
 def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:
     """Calls `run` with the settings of the command line.
 
-    Errors that `refusal` has a message for are printed without a traceback. The exit status of any error is 1.
+    Errors that `refusal` has a message for are printed without a traceback. The exit status of any
+    error is 1.
 
     Args:
         name: default of --config-name, a file in shardwright/tools/configs/.

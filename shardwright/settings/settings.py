@@ -1,4 +1,6 @@
-"""Reads the names, types, defaults and docstrings of settings from dataclasses, and makes these from values."""
+"""Reads the names, types, defaults and docstrings of settings from dataclasses, and makes these
+from values.
+"""
 
 import ast
 import contextlib
@@ -61,7 +63,9 @@ class Setting(NamedTuple):
 
 
 class UnknownSetting(ValueError):
-    """A name that is no setting: `part` is none of the settings `known` of a section, "" for the whole schema."""
+    """A name that is no setting: `part` is none of the settings `known` of a section, "" for the
+    whole schema.
+    """
 
     def __init__(self, section: str, part: str, known: Iterable[str]):
         self.section = section
@@ -69,19 +73,28 @@ class UnknownSetting(ValueError):
         self.known = [*known]
 
 
-def settings_of(schema: type, prefix: str = "", sections: Mapping[str, type] | None = None) -> Iterator[Setting]:
-    """Yields the settings of a dataclass in order. A section, also one of `sections`, comes before its settings."""
+def settings_of(
+    schema: type, prefix: str = "", sections: Mapping[str, type] | None = None
+) -> Iterator[Setting]:
+    """Yields the settings of a dataclass in order.
+
+    A section, also one of `sections`, comes before its settings.
+    """
     kinds = {**_kinds(schema), **(sections or {})}
     docs = _docstrings(schema)
     for field in dataclasses.fields(schema):
-        setting = Setting(f"{prefix}{field.name}", kinds[field.name], _default(field), docs.get(field.name, ""))
+        setting = Setting(
+            f"{prefix}{field.name}", kinds[field.name], _default(field), docs.get(field.name, "")
+        )
         yield setting
         if is_section(setting.kind):
             yield from settings_of(without_null(setting.kind), f"{setting.name}.")
 
 
 def _default(field: dataclasses.Field) -> Any:
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    default = (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
     return MISSING if default is dataclasses.MISSING else default
 
 
@@ -92,7 +105,10 @@ def _kinds(schema: type) -> dict[str, Any]:
 
 
 def kind_of(schema: type, name: str) -> Any:
-    """Returns the type of a setting; Any where it is not known. Raises ValueError if its first part does not exist."""
+    """Returns the type of a setting; Any where it is not known.
+
+    Raises ValueError if its first part does not exist.
+    """
     part, _, rest = name.partition(".")
     if part not in _kinds(schema):
         raise ValueError(_explained(schema, "", UnknownSetting("", part, _kinds(schema)), rest))
@@ -107,10 +123,14 @@ def kind_of(schema: type, name: str) -> Any:
 
 
 def _explained(schema: type, prefix: str, unknown: UnknownSetting, rest: str = "") -> str:
-    """Writes the message for an unknown setting, with the one that is probably meant, or those of its section."""
+    """Writes the message for an unknown setting, with the one that is probably meant, or those of
+    its section.
+    """
     section, part, known = unknown.section, unknown.part, unknown.known
     name = ".".join(filter(None, (section, part, rest)))
-    names = [setting.name for setting in settings_of(schema, prefix) if not is_section(setting.kind)]
+    names = [
+        setting.name for setting in settings_of(schema, prefix) if not is_section(setting.kind)
+    ]
     sections = {each.partition(".")[0] for each in names}
     last = name.rpartition(".")[2]
     meant = [ours for ours, theirs in NAMES_OF_OTHERS.items() if last.lower() in theirs.split()]
@@ -129,16 +149,22 @@ def _explained(schema: type, prefix: str, unknown: UnknownSetting, rest: str = "
 
 
 def made(schema: type, values: Any, section: str = "") -> Any:
-    """Makes a dataclass of settings, and its sections, from values by name. Others have their defaults.
+    """Makes a dataclass of settings, and its sections, from values by name.
 
-    1e9 may be a whole number, and one value a list. A leading ~ in a path is expanded. A DictConfig is interpolated,
-    other values are not.
+    Others have their defaults.
 
-    Raises ValueError for a setting that is unknown or missing, for a value of the wrong type, and for a wrong
-    interpolation. `section` is the name of the dataclass.
+    1e9 may be a whole number, and one value a list. A leading ~ in a path is expanded. A DictConfig
+    is interpolated, other values are not.
+
+    Raises ValueError for a setting that is unknown or missing, for a value of the wrong type, and
+    for a wrong interpolation. `section` is the name of the dataclass.
     """
     try:
-        plain = OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else values
+        plain = (
+            OmegaConf.to_container(values, resolve=True)
+            if isinstance(values, DictConfig)
+            else values
+        )
         missing: list[str] = []
         settings = _made(schema, section, plain, missing)
     except UnknownSetting as unknown:
@@ -152,13 +178,18 @@ def made(schema: type, values: Any, section: str = "") -> Any:
 
 
 def _made(declared: Any, name: str, value: Any, missing: list[str]) -> Any:
-    """Converts a value to the declared type of its setting. Adds the names of settings without a value to `missing`."""
+    """Converts a value to the declared type of its setting.
+
+    Adds the names of settings without a value to `missing`.
+    """
     kind = without_null(declared)
     if kind is Any or (value is None and kind is not declared):
         return value
     if value == MISSING:
         if is_section(kind):
-            raise ValueError(f"no value for {name}. Begin the configuration with `defaults: [base, _self_]`.")
+            raise ValueError(
+                f"no value for {name}. Begin the configuration with `defaults: [base, _self_]`."
+            )
         missing.append(name)
         return value
     if is_section(kind) and isinstance(value, dict):
@@ -191,7 +222,10 @@ def _section(schema: type, name: str, values: Mapping[str, Any], missing: list[s
 
 
 def _plain(kind: type, value: Any) -> Any:
-    """Converts a plain value. Raises ValueError, KeyError, TypeError or OverflowError for one of another type."""
+    """Converts a plain value.
+
+    Raises ValueError, KeyError, TypeError or OverflowError for one of another type.
+    """
     if kind is bool:
         return yaml.SafeLoader.bool_values[str(value).lower()]
     if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
@@ -202,7 +236,10 @@ def _plain(kind: type, value: Any) -> Any:
 
 
 def untyped(schema: type) -> DictConfig:
-    """Returns the defaults of a dataclass, for Hydra's composition. It takes new names: `made` checks them."""
+    """Returns the defaults of a dataclass, for Hydra's composition.
+
+    It takes new names: `made` checks them.
+    """
     values: Any = OmegaConf.to_container(OmegaConf.structured(schema))
     for name, kind in _kinds(schema).items():
         if is_section(kind) and values[name] == MISSING:
@@ -253,6 +290,10 @@ def _docstrings(schema: type) -> dict[str, str]:
     for owner in (cls for cls in reversed(schema.__mro__) if dataclasses.is_dataclass(cls)):
         node: Any = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         for field, doc in zip(node.body, node.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(doc, ast.Expr)
+                and isinstance(doc.value, ast.Constant)
+            ):
                 found[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
     return found

@@ -20,7 +20,9 @@ _codes: list[int] = []
 
 
 def prepare() -> None:
-    """Ends this process with one line for Ctrl-C or a missing package, and prints `?` for what its terminal lacks."""
+    """Ends this process with one line for Ctrl-C or a missing package, and prints `?` for what its
+    terminal lacks.
+    """
     if sys.excepthook is _end:
         return
     sys.excepthook = _end
@@ -45,10 +47,14 @@ def missing_package(error: BaseException) -> str | None:
     if extra := extra_of(package):
         is_checkout = (Path(__file__).parents[2] / "pyproject.toml").exists()
         where = "-e '." if is_checkout else "'shardwright"
-        return f"this needs the package {package}, which is not installed: pip install {where}[{extra}]'"
+        return (
+            f"this needs the package {package}, which is not installed: pip install "
+            f"{where}[{extra}]'"
+        )
     return (
-        f"this needs the package {package}, which {sys.executable} lacks. Activate the environment that shardwright is "
-        "installed in, such as with `source .venv/bin/activate`, or install it (docs/install.md)."
+        f"this needs the package {package}, which {sys.executable} lacks. Activate the environment "
+        "that shardwright is installed in, such as with `source .venv/bin/activate`, or install "
+        "it (docs/install.md)."
     )
 
 
@@ -76,7 +82,9 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def _leave() -> None:
-    """After Ctrl-C, ends the process before libraries unload: XLA's threads may still compute, and would abort it."""
+    """After Ctrl-C, ends the process before libraries unload: XLA's threads may still compute, and
+    would abort it.
+    """
     for code in _codes:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):

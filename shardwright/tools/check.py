@@ -1,10 +1,12 @@
-"""Checks an edit before any run: is the step still right, does it fit, what does it cost, and what did the edit change?
+"""Checks an edit before any run: is the step still right, does it fit, what does it cost, and what
+did the edit change?
 
     python -m tools.check --config-name=c4_h100x64_7b
     python -m tools.check --config-name=local_test_synthetic check.against=main check.output=json
 
-Takes the configuration of a run, and uses no devices. Types, the check of the mesh and causality are those of `train`,
-the costs those of `tools.plan`. Exit status 0: accepted; 1: rejected; 2: it could not be checked.
+Takes the configuration of a run, and uses no devices. Types, the check of the mesh and causality
+are those of `train`, the costs those of `tools.plan`. Exit status 0: accepted; 1: rejected; 2: it
+could not be checked.
 """
 
 import collections
@@ -62,17 +64,23 @@ class CheckConfig:
     """What to compare with: a commit of the repository where the program starts, or a directory
     (./name if a commit has its name too). Null: nothing."""
     output: str = one_of(("text", "json"), default="text")
-    """text, or json, for tools and agents: verdict, place, problem, remedy, costs, and the difference of each."""
+    """text, or json, for tools and agents: verdict, place, problem, remedy, costs, and the
+    difference of each."""
     compile: bool = False
-    """Compiles the step for hardware.chip, and checks that it communicates as written. Needs the chip's compiler."""
+    """Compiles the step for hardware.chip, and checks that it communicates as written. Needs the
+    chip's compiler."""
     devices: int | None = at_least_1(None)
     """Number of devices, where the mesh has a -1. Null: that of the mesh."""
 
 
-def checks(steps: Sequence[Step], settings: CheckConfig) -> Iterator[tuple[str, Callable[[], str | dict | None]]]:
-    """The checks in order: a name, and a function that raises for a rejected step, or returns why nothing is known.
+def checks(
+    steps: Sequence[Step], settings: CheckConfig
+) -> Iterator[tuple[str, Callable[[], str | dict | None]]]:
+    """The checks in order: a name, and a function that raises for a rejected step, or returns why
+    nothing is known.
 
-    `steps` are those of each phase of the run, as its training.changes make them. The last one returns its verdict.
+    `steps` are those of each phase of the run, as its training.changes make them. The last one
+    returns its verdict.
     """
     programs = [step.other(name=name) for step in steps for name in NAMES]
     yield "types", lambda: None if [program.traced for program in programs] else ""
@@ -86,24 +94,38 @@ def as_on_one_device(steps: Sequence[Step]) -> dict[str, Any]:
     """Says how the steps were compared with one device. Raises if they compute something else."""
     done = [*map(check_steps, steps)]
     how = dict.fromkeys(line for checked in done for line in checked.how.split("; "))
-    return {"ok": True, "text": "computes what one device computes", "lines": [*how], "results": {**done[0].results}}
+    return {
+        "ok": True,
+        "text": "computes what one device computes",
+        "lines": [*how],
+        "results": {**done[0].results},
+    }
 
 
 def compiled(step: Step) -> dict[str, Any]:
-    """Compiles a step for its chip, and compares its collectives with those written. Raises under hardware.strict."""
+    """Compiles a step for its chip, and compares its collectives with those written.
+
+    Raises under hardware.strict.
+    """
     chip = chip_of(step.config.hardware.chip or NOT_MEASURED)
     count = step.mesh.size
     hardware = step.config.hardware
     try:
-        devices = jax.devices("cpu")[:count] if chip.platform == "cpu" else devices_of(chip.name, count)
+        devices = (
+            jax.devices("cpu")[:count] if chip.platform == "cpu" else devices_of(chip.name, count)
+        )
         mesh = make_mesh(devices, **step.mesh.shape)
         with jax.set_mesh(mesh):
             options = hardware.options | WITHOUT_DEVICE.get(chip.platform, {})
             options = known_options(options, lambda line: print(line, file=sys.stderr))
-            program = trace_step(step.config, step.model, mesh).lower().compile(compiler_options=options)
+            program = (
+                trace_step(step.config, step.model, mesh).lower().compile(compiler_options=options)
+            )
     except (KeyError, ValueError, RuntimeError) as error:
         return {"ok": None, "text": f"not for {chip.name} here: {in_a_line(error)}"}
-    summary, lines = as_written.compared(step.jaxpr, step.mesh, program.as_text() or "", hardware.strict)
+    summary, lines = as_written.compared(
+        step.jaxpr, step.mesh, program.as_text() or "", hardware.strict
+    )
     return {"ok": None if lines else True, "text": summary, "lines": lines}
 
 
@@ -114,7 +136,9 @@ CHECKED = {
 
 
 def rejection(error: Exception) -> dict[str, Any]:
-    """The verdict on a step whose trace or check raised an error, with the line of the user's code that it is about."""
+    """The verdict on a step whose trace or check raised an error, with the line of the user's code
+    that it is about.
+    """
     text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     place = getattr(error, "place", "") or (re.match(r"\S+\.py:\d+", text) or [""])[0]
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
@@ -130,37 +154,54 @@ def rejection(error: Exception) -> dict[str, Any]:
 
 
 def verdict_of(steps: Sequence[Step], settings: CheckConfig) -> dict[str, Any]:
-    """The checks of a step, until one rejects it: their words and seconds; and for a rejection its place and remedy."""
+    """The checks of a step, until one rejects it: their words and seconds; and for a rejection its
+    place and remedy.
+    """
     found: dict[str, Any] = {"verdict": "accepted", "checks": []}
     for name, check in checks(steps, settings):
         begin = time.perf_counter()
         try:
             ended = check()
             if not isinstance(ended, dict):
-                ended = {"ok": None if ended else True, "text": f"not known: {ended}" if ended else CHECKED[name]}
+                ended = {
+                    "ok": None if ended else True,
+                    "text": f"not known: {ended}" if ended else CHECKED[name],
+                }
         except Exception as error:  # an edit may make any error of Python
             found |= rejection(error)
             ended = {"ok": False, "text": found.pop("text")}
         found["results"] = found.get("results", {}) | ended.pop("results", {})
-        found["checks"].append({"name": name, **ended, "seconds": round(time.perf_counter() - begin, 2)})
+        found["checks"].append(
+            {"name": name, **ended, "seconds": round(time.perf_counter() - begin, 2)}
+        )
         if ended["ok"] is False:
             break
     return found
 
 
 def program_of(step: Step) -> dict[str, Any]:
-    """A hash of the traced programs, which comments and names of values do not change, and the user's lines in them."""
+    """A hash of the traced programs, which comments and names of values do not change, and the
+    user's lines in them.
+    """
     programs = [step.other(name=name) for name in NAMES]
     equations = (eqn for program in programs for eqn in equations_in(program.jaxpr))
     calls = {call for eqn in equations for call in frames_of(eqn) if is_users(call[0])}
-    lines = sorted((shown_path(file), line, linecache.getline(file, line).strip()) for file, line in calls)
+    lines = sorted(
+        (shown_path(file), line, linecache.getline(file, line).strip()) for file, line in calls
+    )
     return {"hash": " ".join(digest_of(program.jaxpr) for program in programs), "lines": lines}
 
 
 def costs_of(c: Config, sizes: dict[str, int]) -> dict[str, Any]:
-    """What the plan says: seconds of a step and bytes at the peak; in `by_line` the same of each line."""
+    """What the plan says: seconds of a step and bytes at the peak; in `by_line` the same of each
+    line.
+    """
     plan = planned_change(c, sizes, chip_of(c.hardware.chip or NOT_MEASURED), {})
-    found: dict[str, Any] = {"bytes": plan.step.peak, "memory_bytes": plan.chip.memory_bytes, "fits": plan.fits}
+    found: dict[str, Any] = {
+        "bytes": plan.step.peak,
+        "memory_bytes": plan.chip.memory_bytes,
+        "fits": plan.fits,
+    }
     if plan.chip.name != NOT_MEASURED:
         found["seconds"] = plan.seconds
     by_line: dict[str, Any] = {name: collections.Counter() for name in ("seconds", "bytes")}
@@ -176,7 +217,9 @@ def checked(c: Config, settings: CheckConfig) -> dict[str, Any]:
     is_open = any(getattr(c.mesh, axis) == -1 for axis in AXES)
     devices = settings.devices or (c.hardware.simulated_devices if is_open else None)
     if is_open and devices is None:
-        raise ValueError("the mesh has a -1, for the remaining devices: give check.devices=<number of devices>.")
+        raise ValueError(
+            "the mesh has a -1, for the remaining devices: give check.devices=<number of devices>."
+        )
     sizes = mesh_sizes(c, devices)
     chip = chip_of(c.hardware.chip or NOT_MEASURED)
     steps = open_steps(c, sizes, device_like(chip))
@@ -184,7 +227,11 @@ def checked(c: Config, settings: CheckConfig) -> dict[str, Any]:
     if found["verdict"] == "rejected":
         return found
     count = parameters_of(steps[0].model)
-    return found | {"program": program_of(steps[0]), "costs": costs_of(c, sizes), "parameters": count}
+    return found | {
+        "program": program_of(steps[0]),
+        "costs": costs_of(c, sizes),
+        "parameters": count,
+    }
 
 
 def _git(*words: str) -> bytes:
@@ -207,7 +254,11 @@ def source_at(against: str) -> Iterator[tuple[str, Path, tuple[str, str]]]:
             commit = _git("rev-parse", "--verify", "--short", name).decode().strip()
             places = _git("rev-parse", "--show-prefix", "--show-toplevel")
             within, root, _ = places.decode().split("\n")
-            subprocess.run(["tar", "-x", "-C", directory], input=_git("-C", root, "archive", commit), check=True)
+            subprocess.run(
+                ["tar", "-x", "-C", directory],
+                input=_git("-C", root, "archive", commit),
+                check=True,
+            )
         except (OSError, subprocess.CalledProcessError) as error:
             if Path(against).is_dir():
                 yield against, Path(against), (os.getcwd(), os.path.realpath(against))
@@ -215,8 +266,8 @@ def source_at(against: str) -> Iterator[tuple[str, Path, tuple[str, str]]]:
             why = getattr(error, "stderr", None) or str(error).encode()
             reason = why.decode().strip().partition("\n")[0]
             raise ValueError(
-                f"check.against is {against!r}, neither a directory nor a commit ({reason}); null compares with "
-                "nothing."
+                f"check.against is {against!r}, neither a directory nor a commit ({reason}); null "
+                f"compares with nothing."
             ) from None
         yield f"{against} ({commit})", Path(directory) / within, (root, directory)
 
@@ -226,7 +277,9 @@ COMPARED = "SHARDWRIGHT_COMPARED"
 
 
 def check_origin() -> None:
-    """Raises ValueError if this process checks other source, but imported a file of it from here."""
+    """Raises ValueError if this process checks other source, but imported a file of it from
+    here.
+    """
     here, _, there = os.environ.get(COMPARED, "").partition(os.pathsep)
     for module in [*sys.modules.values()] if here else ():
         file = getattr(module, "__file__", None) or ""
@@ -235,10 +288,14 @@ def check_origin() -> None:
 
 
 def started(words: Sequence[str], directory: Path, roots: tuple[str, str]) -> subprocess.Popen:
-    """Starts this program with the settings of this run and those of `words`, on the source of a directory."""
+    """Starts this program with the settings of this run and those of `words`, on the source of a
+    directory.
+    """
     own = [word for word in sys.argv[1:] if not word.startswith("check.")]
     here, there = roots
-    moved = [there + path.removeprefix(here) for path in sys.path if f"{path}/".startswith(f"{here}/")]
+    moved = [
+        there + path.removeprefix(here) for path in sys.path if f"{path}/".startswith(f"{here}/")
+    ]
     paths = [str(directory), *filter(os.path.isdir, moved), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {COMPARED: os.pathsep.join(roots)}
@@ -247,8 +304,12 @@ def started(words: Sequence[str], directory: Path, roots: tuple[str, str]) -> su
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
-def compared(now: dict[str, Any], process: subprocess.Popen, roots: tuple[str, str]) -> dict[str, Any]:
-    """The `difference` of a result from that of a process on other source, or why it is `unknown`."""
+def compared(
+    now: dict[str, Any], process: subprocess.Popen, roots: tuple[str, str]
+) -> dict[str, Any]:
+    """The `difference` of a result from that of a process on other source, or why it is
+    `unknown`.
+    """
     out, err = process.communicate()
     here, there = (json.dumps(f"{root}/")[1:-1] for root in roots)
     try:
@@ -257,7 +318,10 @@ def compared(now: dict[str, Any], process: subprocess.Popen, roots: tuple[str, s
         last = [line for line in (out + err).splitlines() if line.strip()] or ["it printed nothing"]
         return {"unknown": f"it cannot be checked: {last[-1]}"}
     if before["verdict"] == "rejected":
-        return {"unknown": f"it cannot be checked: it is rejected there: {before['place']} {before['problem']}"}
+        return {
+            "unknown": f"it cannot be checked: it is rejected there: {before['place']} "
+            f"{before['problem']}"
+        }
     return {"difference": difference(now, before)}
 
 
@@ -266,7 +330,9 @@ def functions_compared(now: Mapping[str, str], before: Mapping[str, str]) -> dic
 
     `same_function` is None if their inputs at small sizes differ, or were not evaluated.
     """
-    inputs = [{name: x for name, x in of.items() if name.endswith(": inputs")} for of in (now, before)]
+    inputs = [
+        {name: x for name, x in of.items() if name.endswith(": inputs")} for of in (now, before)
+    ]
     if not inputs[0] or inputs[0] != inputs[1]:
         return {"same_function": None, "results": []}
     differing = [name for name in now if now[name] != before.get(name)]
@@ -274,12 +340,16 @@ def functions_compared(now: Mapping[str, str], before: Mapping[str, str]) -> dic
 
 
 def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Whether the program is the same, the lines that changed, and for each cost the line that changed it most."""
+    """Whether the program is the same, the lines that changed, and for each cost the line that
+    changed it most.
+    """
     there, here = (sorted(map(tuple, of["program"]["lines"])) for of in (before, now))
     texts = ([(file, text) for file, _, text in lines] for lines in (there, here))
     same = {}
     lines = []
-    for kind, a, a_end, b, b_end in difflib.SequenceMatcher(None, *texts, autojunk=False).get_opcodes():
+    for kind, a, a_end, b, b_end in difflib.SequenceMatcher(
+        None, *texts, autojunk=False
+    ).get_opcodes():
         pairs = zip(there[a:a_end], here[b:b_end], strict=False)
         same |= {f"{x[0]}:{x[1]}": f"{y[0]}:{y[1]}" for x, y in pairs}
         lines += [f"{file}:{line}" for file, line, _ in here[b:b_end] if kind != "equal"]
@@ -292,7 +362,11 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
     same_program = now["program"]["hash"] == before["program"]["hash"]
     found: dict[str, Any] = {"same_program": same_program, "lines": lines}
-    found |= {"same_function": True} if same_program else functions_compared(now["results"], before.get("results", {}))
+    found |= (
+        {"same_function": True}
+        if same_program
+        else functions_compared(now["results"], before.get("results", {}))
+    )
 
     for name in ("seconds", "bytes"):
         if name not in now["costs"] or name not in before["costs"]:
@@ -304,7 +378,12 @@ def difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
             grown[of_now(line)] -= amount
         line = max(grown, key=lambda line: sign * grown[line], default="")
         changed = sign * grown[line] > 0
-        found[name] = {"before": old, "now": new, "line": line if changed else "", "of_line": changed * grown[line]}
+        found[name] = {
+            "before": old,
+            "now": new,
+            "line": line if changed else "",
+            "of_line": changed * grown[line],
+        }
     return found | {"parameters": now["parameters"] - before["parameters"]}
 
 
@@ -331,7 +410,9 @@ def as_text(found: dict[str, Any]) -> str:
     than = found["difference"]
     if than["same_program"]:
         return "\n".join([*lines, f"  {'program':9}no change"])
-    lines.append(f"  {'program':9}changed: {listed(than['lines'], MOST) or 'lines that left, or settings'}")
+    lines.append(
+        f"  {'program':9}changed: {listed(than['lines'], MOST) or 'lines that left, or settings'}"
+    )
     functions = {True: "the same, in exact arithmetic", None: "not compared: the inputs differ"}
     function = functions.get(than["same_function"], f"differs: {', '.join(than['results'][:2])}, …")
     lines.append(f"  {'function':9}{function}")
@@ -341,7 +422,9 @@ def as_text(found: dict[str, Any]) -> str:
             sign = "+" if of["of_line"] > 0 else "−"
             is_shown = of["line"] and abs(change) >= 5e-4
             where = f"   {of['line']} {sign}{shown(abs(of['of_line']))}" if is_shown else ""
-            lines.append(f"  {title:9}{shown(of['before'])} → {shown(of['now'])}   {change:+.1%}{where}")
+            lines.append(
+                f"  {title:9}{shown(of['before'])} → {shown(of['now'])}   {change:+.1%}{where}"
+            )
     if than["parameters"]:
         lines.append(f"  {'params':9}{than['parameters']:+,}")
     return "\n".join(lines)
@@ -364,13 +447,17 @@ def job(c: Config, settings: CheckConfig) -> None:
                 name, directory, roots = stack.enter_context(source_at(settings.against))
                 same = [word for word in sys.argv[1:] if word.startswith("check.devices=")]
                 words = [*same, "check.against=null", "check.output=json"]
-                other = stack.enter_context(started(words, directory, roots))  # while this one checks its own
+                # while this one checks its own
+                other = stack.enter_context(started(words, directory, roots))
                 stack.callback(other.kill)
                 against = {"against": name}
         except ValueError:
             if settings.against != CheckConfig.against:
                 raise
-            unknown = "no commit to compare with yet: `git commit` makes one, or set check.against=<directory>"
+            unknown = (
+                "no commit to compare with yet: `git commit` makes one, or set "
+                "check.against=<directory>"
+            )
             against = {"against": settings.against, "unknown": unknown}
         try:
             found = checked(c, settings)
@@ -396,8 +483,11 @@ class CheckedConfig(Config):
 
 
 if __name__ == "__main__":
-    # The source that is compared has no links, so that a module below a link is found there too, and by the same path.
-    sys.path[:] = [path if is_installed(f"{path}/") else os.path.realpath(path) for path in sys.path]
+    # The source that is compared has no links, so that a module below a link is found there too,
+    # and by the same path.
+    sys.path[:] = [
+        path if is_installed(f"{path}/") else os.path.realpath(path) for path in sys.path
+    ]
     try:
         start_with_section("check", CheckedConfig, job, __doc__ or "")
     except Rejected:

@@ -3,8 +3,9 @@
     python -m tools.checkpoint run=runs/<name>
     python -m tools.checkpoint run=runs/<name> verify=true
 
-The first reads the manifests, the second every chunk, and compares it with its checksum there. Both name what is
-damaged, and end with status 1 if something is. To copy or delete a checkpoint, copy or delete its directory.
+The first reads the manifests, the second every chunk, and compares it with its checksum there. Both
+name what is damaged, and end with status 1 if something is. To copy or delete a checkpoint, copy or
+delete its directory.
 """
 
 import dataclasses
@@ -39,7 +40,9 @@ def run(config: Settings) -> None:
     """
     checkpoints, step = find_checkpoint(config.run)
     with checkpoints:
-        steps = [step] if config.run.rstrip("/").endswith(directory_of(step)) else checkpoints.steps()
+        steps = (
+            [step] if config.run.rstrip("/").endswith(directory_of(step)) else checkpoints.steps()
+        )
         whole = [_show(checkpoints, step, config.verify) for step in steps]
     if not all(whole):
         sys.exit(1)
@@ -49,8 +52,14 @@ def _show(checkpoints: Checkpointer, step: int, is_read: bool) -> bool:
     """Prints what is known of a checkpoint. Returns whether nothing is damaged."""
     try:
         manifest = checkpoints.manifest(step)
-        size = sum(math.prod(array.grid) * array.chunk_bytes for array in saved_arrays(manifest).values())
-        print(shown(f"{step:>10}  {manifest['saved_at']:20}  {size / 2**20:12,.1f} MiB"), end="", flush=True)
+        size = sum(
+            math.prod(array.grid) * array.chunk_bytes for array in saved_arrays(manifest).values()
+        )
+        print(
+            shown(f"{step:>10}  {manifest['saved_at']:20}  {size / 2**20:12,.1f} MiB"),
+            end="",
+            flush=True,
+        )
         problems = checkpoints.verify(step) if is_read else []
     except Damaged as error:
         print(f"{step:>10}", end="")

@@ -1,4 +1,5 @@
-"""Writes a checkpoint as a model of `transformers`: config.json, safetensors, tokenizer, how to generate.
+"""Writes a checkpoint as a model of `transformers`: config.json, safetensors, tokenizer, how to
+generate.
 
     python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported
     python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported step=500
@@ -6,14 +7,15 @@
     model = transformers.AutoModelForCausalLM.from_pretrained("exported")
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
 
-A model of train.py becomes a Llama; with QK-norm, a Qwen3. family.py and moe.py become what docs/huggingface.md lists.
-The module of another model (model.module) is converted by its own `to_huggingface` (docs/huggingface.md). A model with
-a method `merged(weights)`, such as LoRA, is exported with what it gives. A weight or a setting that the format cannot
-hold, or attention that is not plain causal, is refused by name. The logits of a text are computed twice, by
-transformers from files in f32 and as the run does. If they differ, nothing is written. Then the weights are rounded to
-`dtype`. If the run began with an imported model, its chat template, EOS ids, special tokens and
-generation_config.json are written again if the vocabulary is the same. The output is complete or missing. Runs
-on the CPU, in memory for three times the model.
+A model of train.py becomes a Llama; with QK-norm, a Qwen3. family.py and moe.py become what
+docs/huggingface.md lists. The module of another model (model.module) is converted by its own
+`to_huggingface` (docs/huggingface.md). A model with a method `merged(weights)`, such as LoRA, is
+exported with what it gives. A weight or a setting that the format cannot hold, or attention that is
+not plain causal, is refused by name. The logits of a text are computed twice, by transformers from
+files in f32 and as the run does. If they differ, nothing is written. Then the weights are rounded
+to `dtype`. If the run began with an imported model, its chat template, EOS ids, special tokens and
+generation_config.json are written again if the vocabulary is the same. The output is complete or
+missing. Runs on the CPU, in memory for three times the model.
 """
 
 import json
@@ -56,14 +58,15 @@ class Settings(CheckpointChoice):
     output: str = a_path(MISSING)
     """The directory to write; it must not exist yet."""
     dtype: str | None = None
-    """Of the files: f32, bf16 or f16. Null: f32 for a run that computes in f32; else that of the imported model that
-    the run began with, or bf16."""
+    """Of the files: f32, bf16 or f16. Null: f32 for a run that computes in f32; else that of the
+    imported model that the run began with, or bf16."""
     check: bool = True
     """Compares the logits with those of transformers, which must be installed, with torch."""
 
 
 def tokenizer_files(tokenizer: Tokenizer, bos_id: int) -> tuple[dict[str, dict], list[str]]:
-    """Files that make AutoTokenizer give what a run of this project reads: bos_id, then the text's ids.
+    """Files that make AutoTokenizer give what a run of this project reads: bos_id, then the text's
+    ids.
 
     Returns:
         The content of the files, by name, and sentences about what a user may not expect.
@@ -74,13 +77,22 @@ def tokenizer_files(tokenizer: Tokenizer, bos_id: int) -> tuple[dict[str, dict],
     if tokenizer.definition is None:
         raise ValueError("the run's data names none")
     content = json.loads(tokenizer.definition)
-    special = {token["content"]: token["id"] for token in content.get("added_tokens", []) if token["special"]}
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    special = {
+        token["content"]: token["id"]
+        for token in content.get("added_tokens", [])
+        if token["special"]
+    }
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
     notes = []
     processor = None
     bos = load_definition(tokenizer.definition).id_to_token(bos_id)
     if bos is None:
-        notes.append(f"it has no token of id {bos_id} (model.bos_id): put that id before the text's yourself")
+        notes.append(
+            f"it has no token of id {bos_id} (model.bos_id): put that id before the text's yourself"
+        )
     else:
         first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B"))
         single = [{"SpecialToken": {"id": bos, "type_id": 0}}, first]
@@ -90,13 +102,15 @@ def tokenizer_files(tokenizer: Tokenizer, bos_id: int) -> tuple[dict[str, dict],
             "pair": [*single, second],
             "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
         }
-    # Named as such, a token of text would be found in any text and left out where special tokens are skipped.
+    # Named as such, a token of text would be found in any text and left out where special tokens
+    # are skipped.
     for name, token in (("bos_token", bos), ("eos_token", tokenizer.end_token)):
         if token in special:
             settings[name] = token
         elif token is not None:
             notes.append(f"its {name} {token!r} is a token of text too")
-    # Padding is masked: where the vocabulary has no token for it, one that no text becomes does as well.
+    # Padding is masked: where the vocabulary has no token for it, one that no text becomes does as
+    # well.
     pads = [token for token in (PAD, tokenizer.end_token, bos, *special) if token in special]
     settings |= {"pad_token": pads[0]} if pads else {}
     content |= {"post_processor": processor, "truncation": None, "padding": None}
@@ -104,14 +118,22 @@ def tokenizer_files(tokenizer: Tokenizer, bos_id: int) -> tuple[dict[str, dict],
 
 
 def rounded(tensors: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    """Rounds tensors to a key of DTYPES. Raises ValueError for a value that is not finite, or too large for it."""
+    """Rounds tensors to a key of DTYPES.
+
+    Raises ValueError for a value that is not finite, or too large for it.
+    """
     with np.errstate(over="ignore"):
         found = {name: x.astype(DTYPES[dtype]) for name, x in tensors.items()}
     for name, x in found.items():
         if not np.isfinite(tensors[name]).all():
-            raise ValueError(f"{name} has values that are not finite: these weights are useless. Export other ones.")
+            raise ValueError(
+                f"{name} has values that are not finite: these weights are useless. Export other "
+                "ones."
+            )
         if not np.isfinite(x).all():
-            raise ValueError(f"{name} has values that are too large for {dtype}. Export with dtype=bf16.")
+            raise ValueError(
+                f"{name} has values that are too large for {dtype}. Export with dtype=bf16."
+            )
     return found
 
 
@@ -120,9 +142,15 @@ def write_files(directory: Path, files: dict[str, dict], tensors: dict[str, np.n
     from safetensors.numpy import save_file
 
     for name, content in files.items():
-        (directory / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (directory / name).write_text(
+            json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     path = directory / "model.safetensors"
-    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: np.ascontiguousarray(x) for name, x in tensors.items()},
+        path,
+        metadata={"format": "pt"},
+    )
     os.umask(umask := os.umask(0))
     path.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
 
@@ -130,7 +158,8 @@ def write_files(directory: Path, files: dict[str, dict], tensors: dict[str, np.n
 def describe(
     saved: SavedRun, found: dict[str, Any] | None, named: str | None
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Makes the files that describe an export: its tokenizer, and what config.json and generation_config.json add.
+    """Makes the files that describe an export: its tokenizer, and what config.json and
+    generation_config.json add.
 
     Args:
         saved: the checkpoint.
@@ -154,7 +183,10 @@ def describe(
     end = tokenizer.end if tokenizer else None
     for name in ("config", "generation_config"):
         # Written even if null: transformers would take the ids of Llama's own tokenizer.
-        ids = {"bos_token_id": c.model.bos_id, "eos_token_id": with_end(kept[name].get("eos_token_id"), end)}
+        ids = {
+            "bos_token_id": c.model.bos_id,
+            "eos_token_id": with_end(kept[name].get("eos_token_id"), end),
+        }
         files[f"{name}.json"] = kept[name] | ids
     if tokenizer:
         files["tokenizer_config.json"] |= sidecars.tokenizer_settings(kept)
@@ -162,7 +194,11 @@ def describe(
         names = sidecars.described(kept)
         lines.append(f"kept       of the import: {', '.join(names)}")
         if left := [name for name in sidecars.described(found) if name not in names]:
-            why = "the tokenizer has another vocabulary" if tokenizer else "the export has no tokenizer"
+            why = (
+                "the tokenizer has another vocabulary"
+                if tokenizer
+                else "the export has no tokenizer"
+            )
             lines.append(f"left out   {', '.join(left)}: {why}")
     return files, lines
 
@@ -171,18 +207,23 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     """Writes the model into config.output.
 
     Raises:
-        ValueError: a setting out of range, no such checkpoint, an output that exists, a model that transformers cannot
-            express, or one whose logits differ from those of the files.
+        ValueError: a setting out of range, no such checkpoint, an output that exists, a model that
+            transformers cannot express, or one whose logits differ from those of the files.
     """
     output = Path(config.output)
     if output.exists():
-        raise ValueError(f"output is {config.output}, which exists already. Move it away, or give another path.")
+        raise ValueError(
+            f"output is {config.output}, which exists already. Move it away, or give another path."
+        )
     with one_device(), open_run(config.run, config.step, config.trust) as saved:
         c = saved.config
         step = saved.step
         model = load_model(saved.config.model)
         if inputs := inputs_of(model):
-            raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
+            raise ValueError(
+                f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers "
+                "does."
+            )
         weights = saved.read_weights(model, config.other_source, log, config.average)
     weights = jax.tree.map(np.asarray, weights)
     merge = getattr(model, "merged", None)
@@ -193,9 +234,12 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     if content.get("max_position_embeddings", 0) is None:
         content["max_position_embeddings"] = c.training.seq_len
     found = saved.metadata.get(CARRIED)
-    sidecars.check(found or sidecars.NOTHING, f"what {config.run} kept of the files of an imported model")
+    sidecars.check(
+        found or sidecars.NOTHING, f"what {config.run} kept of the files of an imported model"
+    )
     dtype = config.dtype or c.training.compute_dtype
-    if found and config.dtype is None and (step == 0 or dtype != "f32"):  # at step 0 the weights are those imported
+    if found and config.dtype is None and (step == 0 or dtype != "f32"):
+        # at step 0 the weights are those imported
         dtype = found["dtype"]
     check_choice("dtype", dtype, [*DTYPES])
     files, lines = describe(saved, found, config.tokenizer)
@@ -209,7 +253,8 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     temporary.mkdir(parents=True)
     try:
         compared = "nothing: check=false"
-        if config.check:  # before rounding: weights that are merged cannot be rounded as what they become
+        if config.check:
+            # before rounding: weights that are merged cannot be rounded as what they become
             write_files(temporary, files, tensors)
             compared = compare_logits(c.model, weights, temporary)
         write_files(temporary, files, narrow)
@@ -223,10 +268,14 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     log(f"compared   {compared}")
     for line in lines:
         log(shown(line))
-    log(f"written    {output}, in {dtype}{'' if dtype == 'f32' else '; dtype=f32 would round no weight'}")
+    log(
+        f"written    {output}, in "
+        f"{dtype}{'' if dtype == 'f32' else '; dtype=f32 would round no weight'}"
+    )
     log(f'           open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # other devices would be started, and their memory taken, for nothing
+    # other devices would be started, and their memory taken, for nothing
+    jax.config.update("jax_platforms", "cpu")
     run_program("checkpoint_to_huggingface", Settings, run)

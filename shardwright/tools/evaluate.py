@@ -5,8 +5,9 @@
     python -m tools.evaluate run=runs/<name> step=500 mesh.t=2
     python -m tools.evaluate run=runs/<name> 'tasks=[mine]' task_path=tasks/
 
-Without data or tasks, the loss is that of the run's own validation: its evaluation step, on the same batches. With
-data, each document of a file of texts is counted once. docs/evaluation.md has examples.
+Without data or tasks, the loss is that of the run's own validation: its evaluation step, on the
+same batches. With data, each document of a file of texts is counted once. docs/evaluation.md has
+examples.
 """
 
 import functools
@@ -45,13 +46,14 @@ class Settings(CheckpointChoice):
     """Settings of the program."""
 
     mesh: StepChoice = field(default_factory=StepChoice)
-    """Devices along r, d, e, c and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d.
-    Stages of the run are left out: d takes their devices. `tasks`, which may sample, have r, d and t alone."""
+    """Devices along r, d, e, c and t; -1 for one of them: all that are left. Null: the run's if it
+    fits, else all on d. Stages of the run are left out: d takes their devices. `tasks`, which may
+    sample, have r, d and t alone."""
     batches: int | None = at_least_1(None)
     """Batches of the run's own validation; null: training.eval_batches."""
     data: str | None = a_path(None)
-    """Texts to evaluate instead of the run's own validation: a file (.jsonl, .json, .csv, .parquet, .arrow, .feather
-    or .txt), or a glob for several."""
+    """Texts to evaluate instead of the run's own validation: a file (.jsonl, .json, .csv, .parquet,
+    .arrow, .feather or .txt), or a glob for several."""
     text_field: str = "text"
     """The JSON key or column that holds a text."""
     tasks: list[str] = field(default_factory=list)
@@ -63,15 +65,24 @@ class Settings(CheckpointChoice):
     limit: int | None = at_least_1(None)
     """Number of documents of `data`, from the first on, or of each of the `tasks`; null: all."""
     out: str | None = a_path(None)
-    """A file for the result: a JSON object on one line. With `data`, a line for each document is before it."""
+    """A file for the result: a JSON object on one line. With `data`, a line for each document is
+    before it."""
 
 
 def _choice(config: Settings) -> MeshChoice:
-    """The mesh that is chosen; of tasks, one on which a Sampler works. Raises ValueError if it would not."""
+    """The mesh that is chosen; of tasks, one on which a Sampler works.
+
+    Raises ValueError if it would not.
+    """
     if not config.tasks:
         return config.mesh
-    if other := [f"mesh.{axis}={n}" for axis in "ec" if (n := getattr(config.mesh, axis)) is not None]:
-        raise ValueError(f"{' and '.join(other)}: tasks, which may sample, have a mesh of r, d and t. Choose these.")
+    if other := [
+        f"mesh.{axis}={n}" for axis in "ec" if (n := getattr(config.mesh, axis)) is not None
+    ]:
+        raise ValueError(
+            f"{' and '.join(other)}: tasks, which may sample, have a mesh of r, d and t. Choose "
+            "these."
+        )
     return MeshChoice(config.mesh.r, config.mesh.d, config.mesh.t)
 
 
@@ -91,17 +102,24 @@ class OpenRun:
             self.mesh = mesh_for(_choice(config), self.c)
             self.model = load_model(self.c.model)
             with jax.set_mesh(self.mesh):
-                self.weights = saved.read_weights(self.model, config.other_source, write_line, config.average)
+                self.weights = saved.read_weights(
+                    self.model, config.other_source, write_line, config.average
+                )
                 if why := check_causal(trace_step(self.c, self.model)):
                     write_line(f"not known whether a position sees a later token: {why}")
 
     def scorer(self) -> Scorer:
         """What computes losses of tokens."""
         with jax.set_mesh(self.mesh):
-            return Scorer(trace_step(self.c, self.model), load_spec().cross_entropy, self.c.training.seq_len)
+            return Scorer(
+                trace_step(self.c, self.model), load_spec().cross_entropy, self.c.training.seq_len
+            )
 
     def tokenizer(self) -> Tokenizer:
-        """That of the settings, or else of the run's data, or of its import. Raises ValueError if it is missing."""
+        """That of the settings, or else of the run's data, or of its import.
+
+        Raises ValueError if it is missing.
+        """
         return tokenizer_of_run(self.c.data, *self.of_tokenizer)
 
     def language_model(self) -> Any:
@@ -109,7 +127,7 @@ class OpenRun:
         return language_model(self.scorer(), self.tokenizer(), self.weights)
 
 
-# ---- the run's own validation ---------------------------------------------------------------------------------------
+# ---- the run's own validation --------------------------------------------------------------------
 
 
 def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
@@ -119,33 +137,49 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
     inputs = inputs_of(run.model)
     batches = run.config.batches or t.eval_batches
     if not batches:
-        raise ValueError("the run has no validation (training.eval_batches is 0). Give batches=<number>, or data=….")
+        raise ValueError(
+            "the run has no validation (training.eval_batches is 0). Give batches=<number>, or "
+            "data=…."
+        )
     sizes = t.batch_size, t.seq_len, c.model.vocab
     with jax.set_mesh(run.mesh):
-        loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches)
+        loader = make_loader(
+            c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches
+        )
         options = known_options(trusted_options(c, run.config.trust, write_line), write_line)
         evaluation_step = load_spec().make_evaluation_step(c, run.model, options)
         if run.mesh.size > 1:  # it may be a mesh that no run was checked on
             check_steps(trace_step(c, run.model), ("evaluation",))
         found: dict[str, Any] = evaluate_batches(evaluation_step, run.weights, loader, batches)
     about = {"data": "the run's own validation"}
-    return about | result_of(found["loss"] * found["targets"], found["targets"], found.get("utf8_bytes"))
+    return about | result_of(
+        found["loss"] * found["targets"], found["targets"], found.get("utf8_bytes")
+    )
 
 
 def result_of(nats: float, tokens: int, utf8_bytes: int | None) -> dict[str, Any]:
-    """The numbers of an evaluation, from the sum of the losses of some tokens, and the bytes of their text."""
+    """The numbers of an evaluation, from the sum of the losses of some tokens, and the bytes of
+    their text.
+    """
     loss = nats / tokens
-    result = {"tokens": tokens, "loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    result = {
+        "tokens": tokens,
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+    }
     if utf8_bytes:
         result |= {"bytes": utf8_bytes, "bits_per_byte": nats / math.log(2) / utf8_bytes}
     return result
 
 
-# ---- documents ------------------------------------------------------------------------------------------------------
+# ---- documents -----------------------------------------------------------------------------------
 
 
-def documents_of(run: OpenRun, write_line: Callable[[str], None]) -> Iterator[tuple[int, list[int], int]]:
-    """Place in the files, counted from 0; token ids without bos, with the end token of the run's data; UTF-8 bytes.
+def documents_of(
+    run: OpenRun, write_line: Callable[[str], None]
+) -> Iterator[tuple[int, list[int], int]]:
+    """Place in the files, counted from 0; token ids without bos, with the end token of the run's
+    data; UTF-8 bytes.
 
     Documents without text are left out, but counted.
     """
@@ -161,9 +195,13 @@ def documents_of(run: OpenRun, write_line: Callable[[str], None]) -> Iterator[tu
             yield i, [*ids, *end], len(text.encode())
 
 
-def of_data(run: OpenRun, write_line: Callable[[str], None]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def of_data(
+    run: OpenRun, write_line: Callable[[str], None]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The loss of all documents of `data`, and a line for each."""
-    documents, again = itertools.tee(itertools.islice(documents_of(run, write_line), run.config.limit))
+    documents, again = itertools.tee(
+        itertools.islice(documents_of(run, write_line), run.config.limit)
+    )
     losses = document_losses(run.scorer(), run.weights, (ids for _, ids, _ in documents))
     lines = [
         {"index": i, "tokens": len(ids), "loss": loss, "bytes": size}
@@ -176,7 +214,7 @@ def of_data(run: OpenRun, write_line: Callable[[str], None]) -> tuple[dict[str, 
     return {"data": run.config.data, "documents": len(lines)} | result_of(nats, tokens, size), lines
 
 
-# ---- tasks ----------------------------------------------------------------------------------------------------------
+# ---- tasks ---------------------------------------------------------------------------------------
 
 
 def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
@@ -189,15 +227,15 @@ def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
     return found
 
 
-# ---- main -----------------------------------------------------------------------------------------------------------
+# ---- main ----------------------------------------------------------------------------------------
 
 
 def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]:
     """Evaluates, prints the result, and returns it.
 
     Raises:
-        ValueError: a setting out of range, settings that contradict each other, no such run, checkpoint, data or
-            tokenizer.
+        ValueError: a setting out of range, settings that contradict each other, no such run,
+            checkpoint, data or tokenizer.
     """
     console = console or Console()
     write_line = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
@@ -213,10 +251,19 @@ def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]
     about |= {"average": run.c.training.eval_average} if config.average else {}
     about["compute_dtype"] = run.c.training.compute_dtype
     if config.out is not None:
-        written = (json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in (*lines, about | result))
+        written = (
+            json.dumps(line, ensure_ascii=False, default=str) + "\n"
+            for line in (*lines, about | result)
+        )
         write_whole(Path(config.out), "".join(written))
     for name, value in (about | ({} if config.tasks else result)).items():
-        shown = f"{value:.6f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+        shown = (
+            f"{value:.6f}"
+            if isinstance(value, float)
+            else f"{value:,}"
+            if isinstance(value, int)
+            else str(value)
+        )
         write_line(f"{name:<14}{shown}")
     return about | result
 

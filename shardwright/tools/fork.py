@@ -1,4 +1,5 @@
-"""Copies train.py into your project, from where `shardwright train` then runs it, or shows what you changed in it.
+"""Copies train.py into your project, from where `shardwright train` then runs it, or shows what you
+changed in it.
 
     shardwright fork
     shardwright fork --diff
@@ -27,18 +28,31 @@ def show_changes() -> None:
 @told_in_a_line
 def main() -> None:
     """Makes a fork, or shows its changes."""
-    parser = argparse.ArgumentParser(prog="shardwright fork", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--diff", action="store_true", help="show what differs from the released train.py")
+    parser = argparse.ArgumentParser(
+        prog="shardwright fork", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--diff", action="store_true", help="show what differs from the released train.py"
+    )
     is_diff = parser.parse_args().diff
     if is_diff and not FORK.exists():
-        sys.exit("Error: there is no train.py here. Run `shardwright fork` first, in the directory of your project.")
+        sys.exit(
+            "Error: there is no train.py here. Run `shardwright fork` first, in the directory of "
+            "your project."
+        )
     if is_diff:
         show_changes()
         return
     if FORK.exists():
-        sys.exit("Error: there is a train.py here already. `shardwright fork --diff` shows how it differs.")
+        sys.exit(
+            "Error: there is a train.py here already. `shardwright fork --diff` shows how it "
+            "differs."
+        )
     write_whole(FORK, RELEASED.read_text(encoding="utf-8"))
-    print("train.py: a copy of the released one, which `shardwright train` and the tools run when started here.")
+    print(
+        "train.py: a copy of the released one, which `shardwright train` and the tools run when "
+        "started here."
+    )
     print("`shardwright fork --diff` shows what you changed.")
 
 

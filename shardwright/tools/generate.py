@@ -1,8 +1,9 @@
 """Samples text from a checkpoint.
 
-    python -m tools.generate run=runs/<name> prompt="Once upon a time" max_tokens=200 temperature=0.8 top_k=50
-    python -m tools.generate run=runs/<name> prompts_file=prompts.txt samples=4 output=texts.jsonl
-    python -m tools.generate run=runs/<name> step=500 'prompt_ids=[5,8,13]' mesh.t=2
+    python -m tools.generate run=runs/<name> prompt="Once upon a time" max_tokens=200
+    temperature=0.8 top_k=50 python -m tools.generate run=runs/<name> prompts_file=prompts.txt
+    samples=4 output=texts.jsonl python -m tools.generate run=runs/<name> step=500
+    'prompt_ids=[5,8,13]' mesh.t=2
 
 The weights are sharded as in training, on any mesh. docs/evaluation.md explains how to use it.
 """
@@ -42,30 +43,36 @@ class Settings(Sampling, CheckpointChoice):
     prompt: str | None = None
     """Text to continue, exactly as it is after `prompt=`; empty: a document from its beginning."""
     prompts_file: str | None = a_path(None)
-    """A file with a prompt on each line; or a .jsonl, with a prompt under the key `prompt` of each."""
+    """A file with a prompt on each line; or a .jsonl, with a prompt under the key `prompt` of
+    each."""
     prompt_ids: list[int] | None = None
     """A prompt as token ids, without model.bos_id, which is put before it."""
     samples: int = within(1, 2**20, 1)
     """Number of texts for each prompt, at least 1."""
     context: int | None = within(1, 2**24, None)
-    """Number of tokens that the next one can see, for which memory is taken; null: training.seq_len of the run."""
+    """Number of tokens that the next one can see, for which memory is taken; null: training.seq_len
+    of the run."""
     stop: list[int] | None = None
-    """Ids of the tokens that end a text. Null: the end token of the run's data and the EOS tokens of an imported model;
-    []: none."""
+    """Ids of the tokens that end a text. Null: the end token of the run's data and the EOS tokens
+    of an imported model; []: none."""
     stop_strings: list[str] = field(default_factory=list)
     """Texts that end a text where the first of them comes."""
     batch: int = within(1, 2**20, 64)
     """Number of texts at once, at least 1; rounded up to a multiple of the devices."""
     mesh: MeshChoice = field(default_factory=MeshChoice)
-    """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if these fit, else all on d."""
+    """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if these
+    fit, else all on d."""
     output: str | None = a_path(None)
-    """A file for the texts. Each line is a JSON object: prompt, sample (number of the text among those of its prompt,
-    from 0), text (what was added, without the stop token or string), ended (by a stop token or string), prompt_ids,
-    and ids (the tokens added, with those of the stop)."""
+    """A file for the texts. Each line is a JSON object: prompt, sample (number of the text among
+    those of its prompt, from 0), text (what was added, without the stop token or string), ended (by
+    a stop token or string), prompt_ids, and ids (the tokens added, with those of the stop)."""
 
 
 def read_prompts(config: Settings) -> list[str]:
-    """The prompts as texts; none with prompt_ids. Raises ValueError unless they are given in exactly one way."""
+    """The prompts as texts; none with prompt_ids.
+
+    Raises ValueError unless they are given in exactly one way.
+    """
     names = ("prompt", "prompts_file", "prompt_ids")
     given = [name for name in names if getattr(config, name) is not None]
     if len(given) != 1:
@@ -74,18 +81,27 @@ def read_prompts(config: Settings) -> list[str]:
     if config.prompts_file is not None:
         text = read_text(config.prompts_file, LARGE)
         if not text.strip():
-            raise ValueError(f"prompts_file={config.prompts_file} has no prompt. Write one on each line.")
+            raise ValueError(
+                f"prompts_file={config.prompts_file} has no prompt. Write one on each line."
+            )
         if not config.prompts_file.endswith(".jsonl"):
             return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
         lines = [
-            (f"{config.prompts_file}, line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()
+            (f"{config.prompts_file}, line {i}", line)
+            for i, line in enumerate(text.split("\n"), 1)
+            if line.strip()
         ]
-        return [parse_object(where, line, {"prompt": str}, "Correct it.")["prompt"] for where, line in lines]
+        return [
+            parse_object(where, line, {"prompt": str}, "Correct it.")["prompt"]
+            for where, line in lines
+        ]
     return [] if config.prompt is None else [config.prompt]
 
 
 def read_tokenizer(config: Settings, saved: SavedRun, say: Write) -> Tokenizer:
-    """The tokenizer of the run; one that shows ids if there is none and the prompt is given as ids."""
+    """The tokenizer of the run; one that shows ids if there is none and the prompt is given as
+    ids.
+    """
     try:
         return tokenizer_of_run(saved.config.data, config.tokenizer, saved.tokenizer_file)
     except (ValueError, OSError) as error:
@@ -95,7 +111,7 @@ def read_tokenizer(config: Settings, saved: SavedRun, say: Write) -> Tokenizer:
         return Tokenizer()
 
 
-# ---- texts --------------------------------------------------------------------------------------------------------
+# ---- texts ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,9 @@ class Ends:
     def read(cls, config: Settings, tokenizer: Tokenizer, saved: SavedRun) -> "Ends":
         """Reads the settings. Raises ValueError for an empty string."""
         if "" in config.stop_strings:
-            raise ValueError("stop_strings has an empty text, which every text begins with; leave it out.")
+            raise ValueError(
+                "stop_strings has an empty text, which every text begins with; leave it out."
+            )
         ids = ends_of(saved, tokenizer) if config.stop is None else tuple(config.stop)
         return cls(tokenizer, ids, config.stop_strings)
 
@@ -129,10 +147,16 @@ class Ends:
         """
         if self.have_string(prompt, ids):
             lengths = range(1, len(ids))
-            ids = ids[: 1 + bisect.bisect(lengths, False, key=lambda n: self.have_string(prompt, ids[:n]))]
+            ids = ids[
+                : 1 + bisect.bisect(lengths, False, key=lambda n: self.have_string(prompt, ids[:n]))
+            ]
         text = self.decode(prompt, ids)
         ended = ids[-1] in self.ids or self.have_string(prompt, ids)
-        return ids, text[: min((text.index(end) for end in self.strings if end in text), default=None)], ended
+        return (
+            ids,
+            text[: min((text.index(end) for end in self.strings if end in text), default=None)],
+            ended,
+        )
 
 
 def make_sampler(
@@ -162,10 +186,13 @@ def print_text(result: dict[str, Any], sampler: Sampler, console: Console) -> No
 
 
 def generate(config: Settings, console: Console | None = None) -> list[dict[str, Any]]:
-    """Samples texts and prints them, each after its prompt in bold and ▸. Returns what `output` has of each.
+    """Samples texts and prints them, each after its prompt in bold and ▸.
+
+    Returns what `output` has of each.
 
     Raises:
-        ValueError: a setting out of range, settings that contradict each other, no such run, checkpoint or tokenizer.
+        ValueError: a setting out of range, settings that contradict each other, no such run,
+            checkpoint or tokenizer.
     """
     console = console or Console()
 
@@ -198,13 +225,19 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
             results = []
             for i, (prompt, ids) in enumerate(zip(repeated, drawn, strict=True)):
                 ids, added, ended = ends.cut(prompt, ids)
-                about = {"prompt": texts[i // config.samples], "sample": i % config.samples, "text": added}
+                about = {
+                    "prompt": texts[i // config.samples],
+                    "sample": i % config.samples,
+                    "text": added,
+                }
                 results.append(about | {"ended": ended, "prompt_ids": list(prompt), "ids": ids})
             for result in results:
                 print_text(result, sampler, console)
             seconds = time.perf_counter() - start
             count = sum(len(result["ids"]) for result in results)
-            made = f"{count:,} tokens of {len(results)} texts in {seconds:.2f} s, compilation included"
+            made = (
+                f"{count:,} tokens of {len(results)} texts in {seconds:.2f} s, compilation included"
+            )
             mesh = mesh_text(jax.sharding.get_mesh().shape)
             say(f"{made}; step {saved.step}, mesh {mesh}, {c.training.compute_dtype}")
     if config.output is not None:
@@ -213,11 +246,13 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
     return results
 
 
-# ---- main ---------------------------------------------------------------------------------------------------------
+# ---- main ----------------------------------------------------------------------------------------
 
 
 def quote_prompt(argument: str) -> str:
-    """Quotes a `prompt` of the command line for Hydra: `prompt=Hello, "you"` is exactly that text."""
+    """Quotes a `prompt` of the command line for Hydra: `prompt=Hello, "you"` is exactly that
+    text.
+    """
     name, equals, value = argument.partition("=")
     if name != "prompt" or not equals:
         return argument

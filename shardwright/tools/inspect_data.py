@@ -3,8 +3,8 @@
     python -m tools.inspect_data filespec=data/austen_bpe.zarr
     python -m tools.inspect_data filespec=data/austen_bpe.zarr document=3
 
-Text is decoded with the dataset's own tokenizer. Without one, token ids are shown. The documents in a batch of a run
-are shown by tools.replay.
+Text is decoded with the dataset's own tokenizer. Without one, token ids are shown. The documents in
+a batch of a run are shown by tools.replay.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ from shardwright.tools.report.screen import print_line
 SAMPLE = 2**22
 """Number of documents whose lengths are read."""
 SHOWN, CHARACTERS = 5, 200
-"""Number of documents, evenly spaced over the split, of which the beginning is shown; most characters of each."""
+"""Number of documents, evenly spaced over the split, of which the beginning is shown; most
+characters of each."""
 
 
 @dataclass
@@ -36,7 +37,8 @@ class Settings:
     split: str = "train"
     """`train` or `validation`."""
     document: int | None = within(0, 2**50, None)
-    """Show this document, whole, in [0, num_documents); null: the sizes, and some documents' beginnings."""
+    """Show this document, whole, in [0, num_documents); null: the sizes, and some documents'
+    beginnings."""
 
 
 def show_overview(console: Console, reader: Reader) -> None:
@@ -48,14 +50,21 @@ def show_overview(console: Console, reader: Reader) -> None:
         ("tokens", f"{tokens:,}"),
         ("documents", f"{documents:,}, {tokens / max(documents, 1):,.1f} tokens on average"),
         ("largest token id", f"{reader.max_token_id:,}"),
-        ("tokenizer", f"{about['kind']} {about.get('name') or ''}" if about else "none known: token ids are shown"),
+        (
+            "tokenizer",
+            f"{about['kind']} {about.get('name') or ''}"
+            if about
+            else "none known: token ids are shown",
+        ),
         ("stored as", f"zarr v{reader.zarr_format}"),
     ]
     if documents:
         _, lengths = reader.document_spans(np.arange(min(documents, SAMPLE)))
         of = f", of the first {SAMPLE:,}" * (documents > SAMPLE)
         words = "{:,} to {:,} tokens, 5% below {:,}, median {:,}, 95% below {:,}"
-        lines.append(("lengths", words.format(*np.percentile(lengths, [0, 100, 5, 50, 95]).astype(int)) + of))
+        lines.append(
+            ("lengths", words.format(*np.percentile(lengths, [0, 100, 5, 50, 95]).astype(int)) + of)
+        )
     if source := attributes.get("source"):
         lines.append(("source", ", ".join(str(part) for part in source if part)))
     print_line(console, reader.path, "bold")
@@ -63,7 +72,9 @@ def show_overview(console: Console, reader: Reader) -> None:
         print_line(console, f"{name:<18}{text}")
 
 
-def show_documents(console: Console, reader: Reader, tokenizer: Tokenizer, which: np.ndarray, whole: bool) -> None:
+def show_documents(
+    console: Console, reader: Reader, tokenizer: Tokenizer, which: np.ndarray, whole: bool
+) -> None:
     """Prints these documents, whole or the beginning of each."""
     for i, start, length in zip(which, *reader.document_spans(which), strict=True):
         # A token stands for one character or more, nearly always.
@@ -91,7 +102,9 @@ def run(config: Settings, console: Console | None = None) -> None:
     elif config.document <= last:
         which = np.array([config.document])
     else:
-        raise ValueError(f"document is {config.document}; {reader.path} has documents 0 to {last}. Choose one.")
+        raise ValueError(
+            f"document is {config.document}; {reader.path} has documents 0 to {last}. Choose one."
+        )
     show_documents(console, reader, tokenizer, which, whole=config.document is not None)
 
 

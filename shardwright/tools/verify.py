@@ -1,10 +1,12 @@
 """Checks a step on every mesh: in exact arithmetic, and as it is compiled, on simulated devices.
 
     python -m tools.verify --config-name=local_test_synthetic verify.small=true
-    python -m tools.verify --config-name=gpt2_124m verify.compiled=false verify.devices=2048 training.batch_size=8192
+    python -m tools.verify --config-name=gpt2_124m verify.compiled=false verify.devices=2048
+    training.batch_size=8192
 
-Takes the configuration of a run, as `python -m train` does, and your train.py and model as they are on disk.
-docs/parallelism.md explains the report. Exit status 1: the step is rejected, or the meshes differ.
+Takes the configuration of a run, as `python -m train` does, and your train.py and model as they are
+on disk. docs/parallelism.md explains the report. Exit status 1: the step is rejected, or the meshes
+differ.
 """
 
 import itertools
@@ -35,7 +37,8 @@ from shardwright.settings.output import say
 
 Mesh = Mapping[str, int]
 ONE_DEVICE = dict.fromkeys(AXES, 1)
-LIMIT = TOLERANCE["f32"]  # largest difference that counts as rounding, relative to the largest entry of a tensor
+# largest difference that counts as rounding, relative to the largest entry of a tensor
+LIMIT = TOLERANCE["f32"]
 PLANTED = "inputs with NaN in the weights"
 
 
@@ -44,32 +47,54 @@ class VerifyConfig:
     """The section `verify`."""
 
     devices: int = within(2, 4097, 8)
-    """Number of simulated devices, at least 2. The step is checked on all meshes of this many devices."""
+    """Number of simulated devices, at least 2. The step is checked on all meshes of this many
+    devices."""
     meshes: list[str] | None = None
-    """Meshes to check: [1x4x2,2x2x1x2], as devices along r, d and t, or p, r, d and t; or [e2c2t2] by axis, in any
-    order. Null: all, with the axes e and c where the run's mesh has them."""
+    """Meshes to check: [1x4x2,2x2x1x2], as devices along r, d and t, or p, r, d and t; or [e2c2t2]
+    by axis, in any order. Null: all, with the axes e and c where the run's mesh has them."""
     small: bool = False
-    """Shrinks model and batch to sizes that every mesh divides; layers then suit mesh.p stages, or 2 and 4 stages."""
+    """Shrinks model and batch to sizes that every mesh divides; layers then suit mesh.p stages, or
+    2 and 4 stages."""
     compiled: bool = True
-    """Also compiles the step, and compares its results with one device. false: no devices are needed."""
+    """Also compiles the step, and compares its results with one device. false: no devices are
+    needed."""
 
 
-def all_meshes(c: Config, devices: int, names: list[str] | None = None) -> tuple[list[Mesh], list[tuple[Mesh, str]]]:
-    """Returns the meshes of this many devices that divide the step's sizes, and the others, each with the reason.
+def all_meshes(
+    c: Config, devices: int, names: list[str] | None = None
+) -> tuple[list[Mesh], list[tuple[Mesh, str]]]:
+    """Returns the meshes of this many devices that divide the step's sizes, and the others, each
+    with the reason.
 
     `names` select some, as VerifyConfig.meshes. Raises ValueError for an unknown name.
     """
-    counts = itertools.product([n for n in range(1, devices + 1) if devices % n == 0], repeat=len(AXES))
-    meshes = [dict(zip(AXES, sizes, strict=True)) for sizes in counts if math.prod(sizes) == devices]
-    known = {"x".join(map(str, axes_of_mesh(x).values())): x for x in meshes if x["e"] == x["c"] == 1}
-    by_axis = {frozenset(f"{axis}{n}" for axis, n in mesh.items() if n > 1): mesh for mesh in meshes}
-    named = {name: known.get(name, by_axis.get(frozenset(re.findall(r"[a-z]\d+|.", name)))) for name in names or ()}
+    counts = itertools.product(
+        [n for n in range(1, devices + 1) if devices % n == 0], repeat=len(AXES)
+    )
+    meshes = [
+        dict(zip(AXES, sizes, strict=True)) for sizes in counts if math.prod(sizes) == devices
+    ]
+    known = {
+        "x".join(map(str, axes_of_mesh(x).values())): x for x in meshes if x["e"] == x["c"] == 1
+    }
+    by_axis = {
+        frozenset(f"{axis}{n}" for axis, n in mesh.items() if n > 1): mesh for mesh in meshes
+    }
+    named = {
+        name: known.get(name, by_axis.get(frozenset(re.findall(r"[a-z]\d+|.", name))))
+        for name in names or ()
+    }
     if unknown := [name for name, mesh in named.items() if mesh is None]:
         raise ValueError(
-            f"verify.meshes has {min(unknown)}; name a mesh of {devices} devices, such as {', '.join([*known][:3])} (p "
-            f"if it is not 1, r, d, t), or by axis, such as c{devices}."
+            f"verify.meshes has {min(unknown)}; name a mesh of {devices} devices, such as "
+            f"{', '.join([*known][:3])} (p if it is not 1, r, d, t), or by axis, such as "
+            f"c{devices}."
         )
-    chosen = [mesh for mesh in meshes if all(mesh[axis] == 1 or getattr(c.mesh, axis) != 1 for axis in "ec")]
+    chosen = [
+        mesh
+        for mesh in meshes
+        if all(mesh[axis] == 1 or getattr(c.mesh, axis) != 1 for axis in "ec")
+    ]
     fit, others = [], []
     for mesh in chosen if names is None else filter(None, named.values()):
         try:
@@ -83,13 +108,28 @@ def all_meshes(c: Config, devices: int, names: list[str] | None = None) -> tuple
 
 
 def small(c: Config, n: int) -> None:
-    """Shrinks `c` to sizes that all meshes of n devices divide, and that all differ, so that swapped dims are found."""
+    """Shrinks `c` to sizes that all meshes of n devices divide, and that all differ, so that
+    swapped dims are found.
+    """
     t = c.training
     p = c.mesh.p if c.mesh.p > 1 else next(p for p in (4, 3, 2, 1) if n % p == 0)
     names = {f.name for f in fields(c.model)}
-    sizes = {"layers": max(2, p * c.pipeline.virtual_stages), "d_ff": 10 * n, "vocab": 14 * n, "positions": 4 * n}
-    sizes |= {"experts": 2 * n, "n_kv": n, "n_q_per_kv": 2, "d_head": 2 * n, "heads": n, "bos_id": 0}
-    sizes["d_model"] = 2 * n * n if "heads" in names else 6 * n  # the width of a head is d_model / heads
+    sizes = {
+        "layers": max(2, p * c.pipeline.virtual_stages),
+        "d_ff": 10 * n,
+        "vocab": 14 * n,
+        "positions": 4 * n,
+    }
+    sizes |= {
+        "experts": 2 * n,
+        "n_kv": n,
+        "n_q_per_kv": 2,
+        "d_head": 2 * n,
+        "heads": n,
+        "bos_id": 0,
+    }
+    # the width of a head is d_model / heads
+    sizes["d_model"] = 2 * n * n if "heads" in names else 6 * n
     for name in names & sizes.keys():
         setattr(c.model, name, sizes[name])
     t.microbatches = max(p, 2)
@@ -108,7 +148,8 @@ def on_host(x: jax.Array) -> np.ndarray:
 
 
 def results_on(c: Config, sizes: Mesh) -> dict[str, np.ndarray]:
-    """Compiles the programs of a step on a mesh, runs them on drawn inputs, and returns what they compute, by name.
+    """Compiles the programs of a step on a mesh, runs them on drawn inputs, and returns what they
+    compute, by name.
 
     Layers are in layer order. The last inputs of training and evaluation have NaN in each weight.
     """
@@ -121,7 +162,10 @@ def results_on(c: Config, sizes: Mesh) -> dict[str, np.ndarray]:
             program = step.lower().compile()
             info, structure = jax.tree_util.tree_flatten_with_path(step.traced.args_info)
             seeds = {*SEEDS[step.name], *([NOT_FINITE] if step.name != "start" else [])}
-            given = {PLANTED if seed == NOT_FINITE else f"inputs {seed}": draw(step, seed) for seed in seeds}
+            given = {
+                PLANTED if seed == NOT_FINITE else f"inputs {seed}": draw(step, seed)
+                for seed in seeds
+            }
             for inputs, args in given.items():
                 for i, ((path, _), aval) in enumerate(zip(info, step.jaxpr.in_avals, strict=True)):
                     x = reordered(args[i], jax.tree_util.keystr(path), order)
@@ -139,30 +183,43 @@ def reordered(x: np.ndarray, path: str, rows: np.ndarray | None) -> np.ndarray:
 
 
 def error_of(found: np.ndarray, exact: np.ndarray) -> float:
-    """Returns the largest difference relative to the largest entry; inf if not the same entries are finite."""
+    """Returns the largest difference relative to the largest entry; inf if not the same entries are
+    finite.
+    """
     finite = np.isfinite(exact)
     if np.any(np.isfinite(found) != finite):
         return math.inf
     found, exact = found[finite], exact[finite]
-    return float(np.max(np.abs(found - exact), initial=0.0) / (np.max(np.abs(exact), initial=0.0) or 1.0))
+    return float(
+        np.max(np.abs(found - exact), initial=0.0) / (np.max(np.abs(exact), initial=0.0) or 1.0)
+    )
 
 
 def job(c: Config, settings: VerifyConfig) -> None:
-    """Verifies `c` and prints the report. Exits with status 1 if meshes differ; raises ValueError if it is rejected."""
+    """Verifies `c` and prints the report.
+
+    Exits with status 1 if meshes differ; raises ValueError if it is rejected.
+    """
     if settings.small:
         small(c, settings.devices)
-        c.training.attention_block = c.training.seq_len // 4  # several blocks even for these short sequences
+        # several blocks even for these short sequences
+        c.training.attention_block = c.training.seq_len // 4
     c.training.compute_dtype, c.training.fp8 = "f32", False
-    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # most time is compilation
+    # most time is compilation
+    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast}"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", settings.devices if settings.compiled else 1)
     meshes, others = all_meshes(c, settings.devices, settings.meshes)
     if not meshes:
         advice = "Give verify.small=true for sizes that all meshes divide."
-        raise ValueError(f"no mesh of {settings.devices} devices divides the model: {others[0][1]} {advice}")
+        raise ValueError(
+            f"no mesh of {settings.devices} devices divides the model: {others[0][1]} {advice}"
+        )
     expected = results_on(c, ONE_DEVICE) if settings.compiled else {}
-    if bad := [name for name, x in expected.items() if PLANTED not in name and not np.all(np.isfinite(x))]:
+    if bad := [
+        name for name, x in expected.items() if PLANTED not in name and not np.all(np.isfinite(x))
+    ]:
         raise ValueError(f"the {bad[0]} is not finite on one device. Correct the step there first.")
     lines = [f"{mesh_text(mesh)}: {reason}" for mesh, reason in others]
     differ = 0
@@ -173,7 +230,10 @@ def job(c: Config, settings: VerifyConfig) -> None:
         errors = sorted(((error_of(x, expected[name]), name) for name, x in results), reverse=True)
         text = f"{mesh_text(sizes)}: in exact arithmetic as on one device"
         if errors:
-            text += f"; compiled, {len(errors)} tensors differ by {errors[0][0]:.1e} at most, the {errors[0][1]}"
+            text += (
+                f"; compiled, {len(errors)} tensors differ by {errors[0][0]:.1e} at most, the "
+                f"{errors[0][1]}"
+            )
             found = [f"DIFFERS on {text} (limit {LIMIT:.0e})"] if errors[0][0] > LIMIT else []
         for line in found or [text]:
             say(line)
@@ -181,7 +241,11 @@ def job(c: Config, settings: VerifyConfig) -> None:
         differ += bool(found)
     for line in dict.fromkeys(lines):
         say(line)
-    say(f"{differ} of {len(meshes)} meshes DIFFER." if differ else f"All {len(meshes)} meshes agree with one device.")
+    say(
+        f"{differ} of {len(meshes)} meshes DIFFER."
+        if differ
+        else f"All {len(meshes)} meshes agree with one device."
+    )
     sys.exit(bool(differ))
 
 

@@ -1,4 +1,5 @@
-"""Writes a small dataset of synthetic tasks: `python -m tools.write_synthetic_dataset out=synthetic_dataset.zarr`.
+"""Writes a small dataset of synthetic tasks: `python -m tools.write_synthetic_dataset
+out=synthetic_dataset.zarr`.
 
 shardwright/data/synthetic.py describes the documents.
 """
@@ -34,7 +35,8 @@ def write(config: Settings) -> None:
         ValueError: the directory already has a dataset.
     """
     for index, (split, num_tokens) in enumerate(SIZES.items()):
-        # Unlike numpy's newer generators, RandomState promises the same values in every version of numpy.
+        # Unlike numpy's newer generators, RandomState promises the same values in every version of
+        # numpy.
         rng = np.random.RandomState([config.seed, index])
         with flat_tokens.Writer(config.out, split) as writer:
             while writer.num_tokens < num_tokens:

@@ -19,25 +19,30 @@ NAMES = [part.name for part in PARTS]
 PRINTED = {  # what each program prints, and the rows that are read from it
     chip.RUN: (
         "run        runs/y\n"
-        "plan       69.6 ms a step (52.2 ms to 87.0 ms), MFU 27%, 5.33 GiB of 71.2 GiB on NVIDIA H100 SXM 80 GB\n"
-        "step 1/30  loss 6.211  grad_norm 2.257  learning_rate 0\n"
+        "plan       69.6 ms a step (52.2 ms to 87.0 ms), MFU 27%, 5.33 GiB of 71.2 GiB on NVIDIA "
+        "H100 SXM 80 GB\nstep 1/30  loss 6.211  grad_norm 2.257  learning_rate 0\n"
         "step 1  memory  peak_memory 5.12 GiB  source device\n"
-        "step 10/30  ETA 0:00:01  loss 4.486  speed 560,310 tokens/s  MFU 32.1%  grad_norm 1.7  learning_rate 0.001\n"
-        "step 30/30  ETA 0:00:00  loss 3.151  speed 569,131 tokens/s  MFU 32.6%  grad_norm 0.9  learning_rate 0.0009\n"
-        "step 30  validation  loss 3.179  targets 4,096\n",
+        "step 10/30  ETA 0:00:01  loss 4.486  speed 560,310 tokens/s  MFU 32.1%  grad_norm 1.7  "
+        "learning_rate 0.001\nstep 30/30  ETA 0:00:00  loss 3.151  speed 569,131 tokens/s  MFU "
+        "32.6%  grad_norm 0.9  learning_rate 0.0009\nstep 30  validation  loss 3.179  targets "
+        "4,096\n",
         [
-            "69.6 ms a step (52.2 ms to 87.0 ms), MFU 27%, 5.33 GiB of 71.2 GiB on NVIDIA H100 SXM 80 GB",
+            "69.6 ms a step (52.2 ms to 87.0 ms), MFU 27%, 5.33 GiB of 71.2 GiB on NVIDIA H100 SXM "
+            "80 GB",
             *("loss 6.211", "5.12 GiB", "loss 3.151, 569,131 tokens/s  MFU 32.6%"),
         ],
     ),
-    chip.ROW: ("devices: 1 x NVIDIA H100 80GB HBM3\nhardware=gpu hardware.chip=h100\n", ["1 x NVIDIA H100 80GB HBM3"]),
+    chip.ROW: (
+        "devices: 1 x NVIDIA H100 80GB HBM3\nhardware=gpu hardware.chip=h100\n",
+        ["1 x NVIDIA H100 80GB HBM3"],
+    ),
     chip.SLOWEST: (
         "step 1/30  loss 6.211  grad_norm 2.257  learning_rate 0\n"
         "slowest    source lines, by their share of the time that devices work\n"
         "           waits: for data of other devices; 0.0% of all that time\n"
-        "  time  waits  line\n 11.8%         shardwright/modeling/forward.py:115  return run_layers(layer, w,…\n"
-        "  9.6%   2.0%  ~train.py:186                        up = save_for_backward(shar…\n"
-        "  4.3%         without a line\n",
+        "  time  waits  line\n 11.8%         shardwright/modeling/forward.py:115  return "
+        "run_layers(layer, w,…\n  9.6%   2.0%  ~train.py:186                        up = "
+        "save_for_backward(shar…\n  4.3%         without a line\n",
         ["loss 6.211", "11.8% of the time", "9.6% of the time", "4.3% of the time"],
     ),
     chip.TRAINERS: (
@@ -76,7 +81,9 @@ def test_a_part_that_does_not_exist(tmp_path, capsys):
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """Stands in for the programs of all parts but those that the test names: each prints what it would print."""
+    """Stands in for the programs of all parts but those that the test names: each prints what it
+    would print.
+    """
 
     place = tmp_path / "programs"
     place.mkdir()
@@ -84,10 +91,12 @@ def programs(tmp_path, monkeypatch):
         "import sys, pathlib\nprint(sys.argv[1])\nprint('W1: odd: a warning', file=sys.stderr)\n"
         "(pathlib.Path(sys.argv[2]) / 'checkpoints').mkdir(parents=True)\n"
     )
-    (place / "planted.py").write_text("print('matmul: 700 TFLOP/s', flush=True)\nraise RuntimeError('planted |')\n")
+    (place / "planted.py").write_text(
+        "print('matmul: 700 TFLOP/s', flush=True)\nraise RuntimeError('planted |')\n"
+    )
     (place / "hanging.py").write_text(
-        "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'])\n"
-        "print('begins', flush=True)\nsubprocess.run(['sleep', '99'])\n"
+        "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(99)'])\nprint('begins', flush=True)\nsubprocess.run(['sleep', '99'])\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{place}:{ROOT}")
 
@@ -99,13 +108,17 @@ def programs(tmp_path, monkeypatch):
 
 
 def table(out: Path) -> list[list[str]]:
-    return [line.strip("| ").split(" | ") for line in (out / "chip.md").read_text().splitlines()[2:]]
+    return [
+        line.strip("| ").split(" | ") for line in (out / "chip.md").read_text().splitlines()[2:]
+    ]
 
 
 def test_each_part_is_measured_and_its_figures_are_read(programs, capsys):
     chip.main(["minutes=1", f"out={programs}"])
     expected = [(part.name, figures) for part in PARTS for figures in PRINTED[part.figures][1]]
-    assert [(row[0], row[2].strip()) for row in table(programs)] == [(name, x.strip()) for name, x in expected]
+    assert [(row[0], row[2].strip()) for row in table(programs)] == [
+        (name, x.strip()) for name, x in expected
+    ]
     printed = capsys.readouterr().out
     assert (programs / "chip.md").read_text() in printed
     assert "Call again" not in printed
@@ -115,7 +128,9 @@ def test_each_part_is_measured_and_its_figures_are_read(programs, capsys):
 def planting(monkeypatch, name: str, module: str) -> None:
     """Makes the part of this name run a module of `programs` instead."""
     of = chip.command_of
-    monkeypatch.setattr(chip, "command_of", lambda part, out: [module] if part.name == name else of(part, out))
+    monkeypatch.setattr(
+        chip, "command_of", lambda part, out: [module] if part.name == name else of(part, out)
+    )
 
 
 def test_a_part_that_fails_is_noted_and_the_rest_goes_on(programs, monkeypatch, capsys):
@@ -131,20 +146,27 @@ def test_a_part_that_fails_is_noted_and_the_rest_goes_on(programs, monkeypatch, 
     assert f"Call again for {planted}." in capsys.readouterr().out
     before = {path: path.stat().st_mtime_ns for path in programs.glob("*.json")}
     chip.main(["minutes=1", f"out={programs}"])
-    assert [path.stem for path, time in before.items() if path.stat().st_mtime_ns != time] == [planted]
+    assert [path.stem for path, time in before.items() if path.stat().st_mtime_ns != time] == [
+        planted
+    ]
     assert not [row for row in table(programs) if row[1] == "failed"]
 
 
 @pytest.mark.long
 def test_a_part_that_hangs_ends_with_what_it_started(programs, monkeypatch):
-    monkeypatch.setattr(chip, "PARTS", (Part("hangs", 1, ""), Part("next", 60, "", figures=chip.ROW)))
+    monkeypatch.setattr(
+        chip, "PARTS", (Part("hangs", 1, ""), Part("next", 60, "", figures=chip.ROW))
+    )
     planting(monkeypatch, "hangs", "hanging")
     begin = time.monotonic()
     chip.main(["minutes=1", f"out={programs}"])
     assert time.monotonic() - begin < 30
     assert table(programs)[0] == ["hangs", "failed", "its limit of 1 s ended it"]
     assert table(programs)[1][0] == "next"
-    assert "time.sleep(99)" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert (
+        "time.sleep(99)"
+        not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    )
 
 
 def test_without_time_left_it_runs_nothing_and_says_so(programs, capsys):
@@ -153,10 +175,16 @@ def test_without_time_left_it_runs_nothing_and_says_so(programs, capsys):
     assert f"Call again for {', '.join(NAMES)}." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("printed", "head"), [("hardware=gpu", "result"), ("hardware=cpu", "rehearsal")])
+@pytest.mark.parametrize(
+    ("printed", "head"), [("hardware=gpu", "result"), ("hardware=cpu", "rehearsal")]
+)
 def test_the_table_of_a_cpu_is_headed_as_a_rehearsal(programs, monkeypatch, printed, head):
     monkeypatch.setattr(chip, "PARTS", PARTS[:1])
-    monkeypatch.setattr(chip, "command_of", lambda *_: ["printed", f"devices: 1 x it\n{printed}", str(programs / "x")])
+    monkeypatch.setattr(
+        chip,
+        "command_of",
+        lambda *_: ["printed", f"devices: 1 x it\n{printed}", str(programs / "x")],
+    )
     chip.main(["minutes=1", f"out={programs}"])
     assert (programs / "chip.md").read_text().splitlines()[0] == f"| part | measured | {head} |"
 
@@ -181,7 +209,9 @@ def test_the_commands_of_parts(tmp_path, printed):
         assert command[0] != "train" or {*printed.split()} < {*command}
         module = ROOT.joinpath(*command[0].split("."))
         assert module.with_suffix(".py").exists() or (module / "__main__.py").exists()
-    assert any(word.startswith(f"{tmp_path}/") for word in command_of(PARTS[NAMES.index("chip")], tmp_path))
+    assert any(
+        word.startswith(f"{tmp_path}/") for word in command_of(PARTS[NAMES.index("chip")], tmp_path)
+    )
 
 
 @pytest.mark.slow
@@ -191,16 +221,24 @@ def test_the_rehearsal_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     assert {row[0] for row in table(tmp_path / "out")} == {*NAMES}
     assert "failed" not in [row[1] for row in table(tmp_path / "out")]
-    assert chip_of(str(tmp_path / "out/cpu.yaml")).sources["launch_s"].startswith("measured by bench.chip rates")
+    assert (
+        chip_of(str(tmp_path / "out/cpu.yaml"))
+        .sources["launch_s"]
+        .startswith("measured by bench.chip rates")
+    )
 
 
 def test_the_script_names_a_python_that_is_too_old(tmp_path):
     """Like python3 of Ubuntu 22.04. It sets nothing up."""
     python = tmp_path / "python3"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 10, 12); $2"\n')
+    python.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 10, 12); $2"\n'
+    )
     python.chmod(0o755)
     env = os.environ | {"PYTHON": str(python)}
-    done = subprocess.run(["bash", ROOT / "bench/chip.sh"], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", ROOT / "bench/chip.sh"], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1
     assert "is Python 3.10; give one with PYTHON=" in done.stderr
     assert done.stdout == ""

@@ -16,9 +16,13 @@ def main(*arguments: object) -> None:
 @pytest.mark.long
 def test_each_implementation_of_attention_agrees_with_f32(capsys):
     main("attention", "--lengths", 128, "--tokens", 256, "--heads", 2, "--width", 16)
-    found = re.findall(r"^(.+): [\d.]+ ms, .* TFLOP/s, .* GiB, error (.+)$", capsys.readouterr().out, re.MULTILINE)
+    found = re.findall(
+        r"^(.+): [\d.]+ ms, .* TFLOP/s, .* GiB, error (.+)$", capsys.readouterr().out, re.MULTILINE
+    )
     assert [name for name, _ in found] == [
-        f"{path}, 128 tokens, {documents}" for documents in program.RULES for path in ("einsum", "blockwise")
+        f"{path}, 128 tokens, {documents}"
+        for documents in program.RULES
+        for path in ("einsum", "blockwise")
     ]
     assert all(0 < float(error) < 1e-2 for _, error in found)
 
@@ -38,9 +42,14 @@ def test_a_matmul_with_each_option(capsys):
     assert all(line.endswith(" TFLOP/s") for line in lines)
 
 
-@pytest.mark.parametrize(("like", "peak"), [("cpu", 50e9), ("a100", chip_of("a100").peak["bf16"]), (None, 50e9)])
+@pytest.mark.parametrize(
+    ("like", "peak"), [("cpu", 50e9), ("a100", chip_of("a100").peak["bf16"]), (None, 50e9)]
+)
 def test_what_is_measured_becomes_a_chip(monkeypatch, tmp_path, capsys, like, peak):
-    """Of a CPU and of an unknown device, its matmuls are its peak. The rest is as of another chip."""
+    """Of a CPU and of an unknown device, its matmuls are its peak.
+
+    The rest is as of another chip.
+    """
     monkeypatch.setattr(program, "product_s", lambda m, k, n: 2 * m * k * n / 50e9)
     monkeypatch.setattr(program, "timed", lambda path, pattern, given: (None, 1.0, 20e9))
     monkeypatch.setattr(program, "chip_for", lambda kind: like and chip_of(like))

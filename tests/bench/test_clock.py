@@ -14,11 +14,14 @@ from tests.support.annotated_program import AT, FACTS, TEXT
 from tests.support.hlo_texts import HEAD
 
 US = 1e-6
-ROOFLINE = (8 * 3 * 64 + 4 * 64) / 1e6  # bytes of a batched product and of one with wider results, at 1e6 a second
+# bytes of a batched product and of one with wider results, at 1e6 a second
+ROOFLINE = (8 * 3 * 64 + 4 * 64) / 1e6
 
 
 def test_xlas_prediction_of_a_program_by_hand():
-    """The wait for the gather, less the product meanwhile; three turns; five of six ticks; all of the scatter."""
+    """The wait for the gather, less the product meanwhile; three turns; five of six ticks; all of
+    the scatter.
+    """
     program = parse(with_mesh(TEXT, {"d": 4}))
     chip = dataclasses.replace(chip_of("h100"), memory_bandwidth=8e6 / 8, peak={"bf16": 1e15})
     clock = Clock(program, describe(program), chip, FACTS)
@@ -33,11 +36,17 @@ def test_xlas_prediction_of_a_program_by_hand():
 def test_what_no_gather_tells_is_timed_by_links_and_loops_by_their_mean():
     """An exchange over other axes than any gather; a loop of unknown length."""
     text = TEXT.replace('"known_trip_count":{"n":"3"}', "")
-    swap = f"%a = f32[4,4]{{1,0}} all-to-all-start(%x), replica_groups={{{{0,1}},{{2,3}}}}{AT.format('swap', 1)}"
+    swap = (
+        f"%a = f32[4,4]{{1,0}} all-to-all-start(%x), "
+        f"replica_groups={{{{0,1}},{{2,3}}}}{AT.format('swap', 1)}"
+    )
     text = text.replace("ROOT %s.1", f"{swap}\n  ROOT %s.1")
     program = parse(with_mesh(text, {"d": 2, "e": 2}))
     chip = chip_of("h100")
-    clocks = [Clock(program, describe(program), chip, FACTS | {"unknown_turns": turns}) for turns in (2.5, 4)]
+    clocks = [
+        Clock(program, describe(program), chip, FACTS | {"unknown_turns": turns})
+        for turns in (2.5, 4)
+    ]
     few, more = (clock.seconds(program.entry) for clock in clocks)
     assert more - few == pytest.approx(1.5 * 10 * US)
     exchange = clocks[0].of_collective(program.entry, program.entry.instructions["a"])
@@ -45,13 +54,22 @@ def test_what_no_gather_tells_is_timed_by_links_and_loops_by_their_mean():
 
 
 def test_attention_by_its_flops():
-    """Two products forward and five backward, of half of the pairs: 2·2·L²/2·D of a head, and 2.5 times it."""
+    """Two products forward and five backward, of half of the pairs: 2·2·L²/2·D of a head, and 2.5
+    times it.
+    """
     call = 'custom-call(%q, %k), custom_call_target="__cudnn$fmha{}"'
     lines = "".join(
         f"  %{name} = bf16[2,8,3,16]{{3,2,1,0}} {text}\n"
-        for name, text in (("q", "parameter(0)"), ("f", call.format("Softmax")), ("b", call.format("SoftmaxBackward")))
+        for name, text in (
+            ("q", "parameter(0)"),
+            ("f", call.format("Softmax")),
+            ("b", call.format("SoftmaxBackward")),
+        )
     )
-    text = f"{HEAD}ENTRY %main (q: bf16[2,8,3,16], k: bf16[2,8,3,16]) -> bf16[2,8,3,16] {{\n{lines}}}\n"
+    text = (
+        f"{HEAD}ENTRY %main (q: bf16[2,8,3,16], k: bf16[2,8,3,16]) -> bf16[2,8,3,16] "
+        f"{{\n{lines}}}\n"
+    )
     program = parse(text.replace("  %f", "  %k = bf16[2,8,3,16]{3,2,1,0} parameter(1)\n  %f"))
     chip = dataclasses.replace(chip_of("h100"), peak={"bf16": 1e9})
 
@@ -66,9 +84,21 @@ def test_attention_by_its_flops():
     ("attributes", "op_name", "matmuls"),
     [
         ('custom_call_target="__cudnn$fmhaScaleBiasSoftmax", api', "attend", 2),
-        ('custom_call_target="__cudnn$fmhaScaleBiasSoftmaxBackward", api', "transpose(jvp(attend))", 5),
-        ('custom_call_target="__gpu$xla.gpu.triton"', "jit(step)/jvp(jit(mha))/mha_forward/pallas_call", 2),
-        ('custom_call_target="__gpu$xla.gpu.triton"', "jit(step)/transpose(jvp(mha_backward))/pallas_call", 5),
+        (
+            'custom_call_target="__cudnn$fmhaScaleBiasSoftmaxBackward", api',
+            "transpose(jvp(attend))",
+            5,
+        ),
+        (
+            'custom_call_target="__gpu$xla.gpu.triton"',
+            "jit(step)/jvp(jit(mha))/mha_forward/pallas_call",
+            2,
+        ),
+        (
+            'custom_call_target="__gpu$xla.gpu.triton"',
+            "jit(step)/transpose(jvp(mha_backward))/pallas_call",
+            5,
+        ),
         (
             'custom_call_target="__gpu$xla.gpu.triton"',
             "jit(step)/x/preprocess_backward/mha_preprocess_backward/pallas_call",
@@ -78,4 +108,6 @@ def test_attention_by_its_flops():
     ],
 )
 def test_kernels_of_attention(attributes, op_name, matmuls):
-    assert attention_matmuls(types.SimpleNamespace(attributes=attributes, op_name=op_name)) == matmuls
+    assert (
+        attention_matmuls(types.SimpleNamespace(attributes=attributes, op_name=op_name)) == matmuls
+    )

@@ -26,7 +26,9 @@ def test_figures_of_a_row():
 def test_what_a_program_says():
     found = programs.reading(with_mesh(TEXT, {"d": 4}), FACTS)
     assert (found["state"], found["FLOPs"]) == (64, 2 * 4 * 4 * 4 * (1 + 8 + 1))
-    assert found["sent"] == {("train.py:10", op, "d"): 3 * 64 for op in ("all-gather", "reduce-scatter")}
+    assert found["sent"] == {
+        ("train.py:10", op, "d"): 3 * 64 for op in ("all-gather", "reduce-scatter")
+    }
 
 
 def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
@@ -43,7 +45,9 @@ def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
 
     near = {"h100": 1.009, "v5e": 1.02}
     monkeypatch.setattr(programs, "run_apart", run_apart)
-    monkeypatch.setattr(compilers, "compare", lambda text, facts: ({"state": near[facts["chip"]]}, text, ["a line"]))
+    monkeypatch.setattr(
+        compilers, "compare", lambda text, facts: ({"state": near[facts["chip"]]}, text, ["a line"])
+    )
     options = ["--out", str(tmp_path), "--chips", "h100", "v5e", "--rows", "gpt2_d8"]
     with pytest.raises(SystemExit, match="not made: 1 rows"):
         compilers.main(options)
@@ -63,15 +67,25 @@ def test_a_name_that_is_not_known(tmp_path, capsys):
     assert "invalid choice: 'h1000' (choose from" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("op", "bytes"), [("all_gather", 84), ("psum_scatter", 84), ("psum", 168), ("ppermute", 96)])
+@pytest.mark.parametrize(
+    ("op", "bytes"), [("all_gather", 84), ("psum_scatter", 84), ("psum", 168), ("ppermute", 96)]
+)
 def test_bytes_that_a_plan_sends_are_those_of_a_ring(op, bytes):
-    """Of two collectives of 48 bytes over 2 × 4 devices; a device of a ring sends 7 of its 8 parts."""
+    """Of two collectives of 48 bytes over 2 × 4 devices; a device of a ring sends 7 of its 8
+    parts.
+    """
     assert 2 * sent_in_ring(OPCODES[op], 48, 8) == bytes
 
 
 ROOT = Path(__file__).parents[2]
-ON_GPUS = yaml.safe_load((ROOT / "configs/hardware/gpu.yaml").read_text())["hardware"]["compiler_options"]
-ADDED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_collect_cost_model_stats": True}
+ON_GPUS = yaml.safe_load((ROOT / "configs/hardware/gpu.yaml").read_text())["hardware"][
+    "compiler_options"
+]
+ADDED = {
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_collect_cost_model_stats": True,
+}
 """What a missing device needs, and what annotates operations with seconds."""
 
 
@@ -106,7 +120,9 @@ def test_benchmarks_compile_by_the_options_of_a_run(tmp_path, monkeypatch, modul
         peer = importlib.import_module(f"bench.throughput.peers.{trainers.TRAINERS[row[1]]}")
         monkeypatch.setattr(peer.Contestant, "lowered", lambda job, devices: lowered)
     else:
-        monkeypatch.setattr(module, "trace_step", lambda c, model: types.SimpleNamespace(lower=lambda: lowered))
+        monkeypatch.setattr(
+            module, "trace_step", lambda c, model: types.SimpleNamespace(lower=lambda: lowered)
+        )
     programs.write(tmp_path / "row", module.lowered, "h100", *row)
     assert given == [options | ADDED]
     assert json.loads((tmp_path / "row.json").read_text())["peak_bytes"] == 5

@@ -31,7 +31,9 @@ def test_the_list_is_sorted():
 @pytest.mark.long
 def test_a_fault_that_its_test_misses_is_named(monkeypatch, capsys):
     (change,) = ONE.changes
-    harmless = dataclasses.replace(ONE, id="missed", changes=(dataclasses.replace(change, put=change.find),))
+    harmless = dataclasses.replace(
+        ONE, id="missed", changes=(dataclasses.replace(change, put=change.find),)
+    )
     monkeypatch.setattr(program, "faults", lambda: [ONE, harmless])
     assert program.main([]) == 1
     assert capsys.readouterr().out.endswith("2 faults planted, 1 caught; missed:\n    missed\n")
@@ -39,7 +41,9 @@ def test_a_fault_that_its_test_misses_is_named(monkeypatch, capsys):
 
 @pytest.mark.long
 def test_tests_that_fail_without_a_fault_end_it(monkeypatch, capsys):
-    broken = dataclasses.replace(ONE, test="tests/flat_tokens/test_flat_tokens.py::test_that_is_not_there")
+    broken = dataclasses.replace(
+        ONE, test="tests/flat_tokens/test_flat_tokens.py::test_that_is_not_there"
+    )
     monkeypatch.setattr(program, "faults", lambda: [broken])
     assert program.main([]) == 1
     assert capsys.readouterr().out.startswith("Tests fail without a fault:\n")

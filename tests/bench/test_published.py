@@ -1,4 +1,6 @@
-"""Runs of others: tables that are no such table, strange rows, MFU as trainers count it, scaled steps, calibration."""
+"""Runs of others: tables that are no such table, strange rows, MFU as trainers count it, scaled
+steps, calibration.
+"""
 
 import collections
 import csv
@@ -83,7 +85,9 @@ STRANGE = {
 
 
 def test_a_strange_row_has_no_plan_and_one_line_says_why(tmp_path, capsys):
-    for column, value in ((column, value) for column, values in STRANGE.items() for value in values):
+    for column, value in (
+        (column, value) for column, values in STRANGE.items() for value in values
+    ):
         values = dict(zip(runs.COLUMNS, TINY.split(","), strict=True)) | {column: value}
         printed = list(lines(table_of(tmp_path, HEADER, ",".join(values.values()))))
         assert printed[1] == ",".join([*values.values(), "", "", "", ""])
@@ -135,7 +139,10 @@ def test_what_is_printed_is_read_again(tmp_path):
         ("K5,KempnerForge,L8,4 H200,t4,4,2,4096,bf16 compiled,full,F,1.30,,,", 34.7),
         ("J37,MaxText,L70,256 H200,r2 d128,2,1,8192,bf16,minimal_flash; no scan,F,15.516,,,", 51.4),
         ("F80,llm-foundry,24/2048/16 MPT-1b,8 H100,d8,14,1,2048,amp bf16,none,F,,45455,,", 41.82),
-        ("F77,llm-foundry,12/768/12 MPT-125m,8 A100-80,d8,40,2,2048,amp bf16,none,F,,142830,,", 44.79),
+        (
+            "F77,llm-foundry,12/768/12 MPT-125m,8 A100-80,d8,40,2,2048,amp bf16,none,F,,142830,,",
+            44.79,
+        ),
     ],
 )
 def test_mfu_is_that_of_the_trainer(tmp_path, line, percent):
@@ -146,17 +153,26 @@ def test_mfu_is_that_of_the_trainer(tmp_path, line, percent):
 def test_h_counts_half_of_attention(tmp_path):
     line = "x,MaxText,L8,8 H100,d8,1,1,8192,bf16,minimal_flash; no scan,{},1.0,,,"
     whole, half = (run_of(tmp_path, line.format(flops)).flops for flops in "FH")
-    # Llama 3 8B without its table of embeddings: 32 layers of 218,112,000 (q, k, v, o and three of the MLP, with two
-    # norms of 4096), a norm and the unembedding.
-    multiplied = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096 + 128256 * 4096
+    # Llama 3 8B without its table of embeddings: 32 layers of 218,112,000 (q, k, v, o and three of
+    # the MLP, with two norms of 4096), a norm and the unembedding.
+    multiplied = (
+        32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
+        + 4096
+        + 128256 * 4096
+    )
     assert whole == 6 * multiplied + 12 * 32 * 4096 * 8192
     assert half == 6 * multiplied + 6 * 32 * 4096 * 8192
 
 
 def test_a_measured_rate_or_mfu_gives_the_step(tmp_path):
-    by_rate = run_of(tmp_path, "F83,llm-foundry,32/4096/32 MPT-7b,8 H100,d8,6,1,2048,amp bf16,none,F,,10643,,")
-    by_mfu = run_of(tmp_path, "F83,llm-foundry,32/4096/32 MPT-7b,8 H100,d8,6,1,2048,amp bf16,none,F,,,46.44,")
-    assert by_rate.step_s == pytest.approx(48 * 2048 / 85144, rel=1e-3)  # the trainer's own tokens a second, of all
+    by_rate = run_of(
+        tmp_path, "F83,llm-foundry,32/4096/32 MPT-7b,8 H100,d8,6,1,2048,amp bf16,none,F,,10643,,"
+    )
+    by_mfu = run_of(
+        tmp_path, "F83,llm-foundry,32/4096/32 MPT-7b,8 H100,d8,6,1,2048,amp bf16,none,F,,,46.44,"
+    )
+    # the trainer's own tokens a second, of all
+    assert by_rate.step_s == pytest.approx(48 * 2048 / 85144, rel=1e-3)
     assert by_mfu.step_s == pytest.approx(by_rate.step_s, rel=2e-3)
 
 
@@ -167,7 +183,9 @@ def test_kendall_of_orders():
     assert math.isnan(calibration.kendall([1, 2], [1, 1]))
 
 
-def made(tmp_path, n: int, flops: float, traffic: float, group: str) -> tuple[runs.Run, PlannedStep]:
+def made(
+    tmp_path, n: int, flops: float, traffic: float, group: str
+) -> tuple[runs.Run, PlannedStep]:
     """A run whose step multiplies and moves so much."""
     run = run_of(tmp_path, TINY)._replace(group=(group,), chip=chip_of("a100"), constants={})
     ops = [
@@ -181,21 +199,28 @@ def test_a_fit_finds_the_constants_that_made_the_times(tmp_path):
     true = {"matmul_share": 0.45, "memory_share": 0.6, "launch_s": 2e-5}
     sizes = [(n, 10.0**a, 10.0**b) for n in (1, 50) for a in (11, 12.5, 14) for b in (6, 8, 10)]
     pairs = [made(tmp_path, *size, f"{i // 3}") for i, size in enumerate(sizes)]
-    pairs = [(run._replace(step_s=calibration.seconds(run, step, true)), step) for run, step in pairs]
-    # By hand: 1e14 FLOPs at 0.45 of the 271.2e12 FLOP/s of products alone, 1e10 bytes at 0.6 of 2.039e12 bytes/s, two
-    # launches.
-    assert pairs[8][0].step_s == pytest.approx(1e14 / (0.45 * 271.2e12) + 1e10 / (0.6 * 2.039e12) + 4e-5)
+    pairs = [
+        (run._replace(step_s=calibration.seconds(run, step, true)), step) for run, step in pairs
+    ]
+    # By hand: 1e14 FLOPs at 0.45 of the 271.2e12 FLOP/s of products alone, 1e10 bytes at 0.6 of
+    # 2.039e12 bytes/s, two launches.
+    assert pairs[8][0].step_s == pytest.approx(
+        1e14 / (0.45 * 271.2e12) + 1e10 / (0.6 * 2.039e12) + 4e-5
+    )
     start = {"matmul_share": 0.7, "memory_share": 0.85, "launch_s": 3e-6}
     used = calibration.picked(pairs, 9)
     assert sorted(collections.Counter(run.group for run, _ in used).values()) == [1, 1, 1, 2, 2, 2]
-    assert calibration.fit(pairs, start) == pytest.approx(true, rel=0.1)  # each is drawn a little to where it began
+    # each is drawn a little to where it began
+    assert calibration.fit(pairs, start) == pytest.approx(true, rel=0.1)
     assert calibration.figures(pairs, {run.group: true for run, _ in pairs}).error < 1e-6
 
 
 def test_only_trainers_whose_memory_is_described_have_one(tmp_path):
     """Ours would be wrong for the others."""
     line = "x1,{},2/64/4 vocab 256,2 H100,d2,1,2,32,bf16,full,F,0.5,,,1.0"
-    table = table_of(tmp_path, HEADER, *(line.format(trainer) for trainer in ("torchtitan", "llm-foundry")))
+    table = table_of(
+        tmp_path, HEADER, *(line.format(trainer) for trainer in ("torchtitan", "llm-foundry"))
+    )
     printed = [row.split(",")[-1] for row in list(lines(table))[1:]]
     assert float(printed[0]) > 0
     assert printed[1] == ""
@@ -205,28 +230,39 @@ def test_a_table_ends_with_how_near_its_plans_are(tmp_path, capsys):
     """By hand: one row at half of its time, one at three times."""
     run = run_of(tmp_path, TINY)
     planned = calibration.seconds(run, runs.step_of(run), {})
-    given = [TINY.replace(",0.5,", f",{planned * factor:.9g},").replace("x1", f"x{factor}") for factor in (2, 1 / 3)]
+    given = [
+        TINY.replace(",0.5,", f",{planned * factor:.9g},").replace("x1", f"x{factor}")
+        for factor in (2, 1 / 3)
+    ]
     list(lines(table_of(tmp_path, HEADER, *given)))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "torchtitan: 2 rows, median 1.75, mean error 125.0 %, 0% inside the range, 80 % within 180 %"
+        "torchtitan: 2 rows, median 1.75, mean error 125.0 %, 0% inside the range, 80 % within 180 "
+        "%"
     )
 
 
 def test_trainers_are_held_out_in_turn(tmp_path):
-    """Each is planned with what was fitted to the others: of a slow and a fast one, the fast one too slow."""
-    pairs = [made(tmp_path, 1, 10.0**a, 1e3, group) for group in ("slow", "fast") for a in (12, 13, 14)]
+    """Each is planned with what was fitted to the others: of a slow and a fast one, the fast one
+    too slow.
+    """
+    pairs = [
+        made(tmp_path, 1, 10.0**a, 1e3, group) for group in ("slow", "fast") for a in (12, 13, 14)
+    ]
     true = {"slow": {"matmul_share": 0.3}, "fast": {"matmul_share": 0.6}}
-    pairs = [(run._replace(step_s=calibration.seconds(run, step, true[run.group[0]])), step) for run, step in pairs]
+    pairs = [
+        (run._replace(step_s=calibration.seconds(run, step, true[run.group[0]])), step)
+        for run, step in pairs
+    ]
     turns = calibration.held_out(pairs, 100, {"matmul_share": 0.5}, folds=2)
     assert turns[("fast",)]["matmul_share"] == pytest.approx(0.3, rel=0.02)
     assert turns[("slow",)]["matmul_share"] == pytest.approx(0.6, rel=0.02)
-    assert calibration.figures([pair for pair in pairs if pair[0].group == ("fast",)], turns).median == pytest.approx(
-        2, rel=0.03
-    )
+    assert calibration.figures(
+        [pair for pair in pairs if pair[0].group == ("fast",)], turns
+    ).median == pytest.approx(2, rel=0.03)
 
 
-# ---- what other trainers overlap ----------------------------------------------------------------------------------
+# ---- what other trainers overlap -----------------------------------------------------------------
 
 
 NEMO = "x1,NeMo,4/64/4 vocab 256,{},{},1,4,32,bf16,none,F,0.5,,,"
@@ -253,11 +289,15 @@ def test_messages_inside_matmuls_cost_a_share_of_their_time(tmp_path):
 
 
 def test_gradients_are_summed_beside_computation(tmp_path):
-    """Over r and c, slowing it by `interference` of their time: 1 GB, as ours is half of it over c, and in f32."""
+    """Over r and c, slowing it by `interference` of their time: 1 GB, as ours is half of it over c,
+    and in f32.
+    """
     ours = WAITED._replace(what="psum", phase="backward", axes=("r",))
     computed = planned(tmp_path, "16 H100", "d8 c2", [MATMUL])
     alone = chip_of("h100").collective_s("psum", 1e9, {"r": 8, "c": 2}, ("r", "c"))
-    assert planned(tmp_path, "16 H100", "d8 c2", [MATMUL, ours]) - computed == pytest.approx(0.5 * alone)
+    assert planned(tmp_path, "16 H100", "d8 c2", [MATMUL, ours]) - computed == pytest.approx(
+        0.5 * alone
+    )
 
 
 def test_a_distributed_optimizer_updates_a_part_and_copies_nothing(tmp_path):
@@ -272,7 +312,9 @@ def test_a_distributed_optimizer_updates_a_part_and_copies_nothing(tmp_path):
 
 
 def test_chunks_of_layers_shorten_the_wait_for_stages(tmp_path):
-    """To a quarter with four: (p - 1) / (m v) of the time computed (arXiv 2104.04473, section 2.2.2)."""
+    """To a quarter with four: (p - 1) / (m v) of the time computed (arXiv 2104.04473, section
+    2.2.2).
+    """
     one, four = (run_of(tmp_path, NEMO.format("2 H100", f"p2{chunks}")) for chunks in ("", " v4"))
     step = runs.step_of(one)
     first, last = runs.plan(one, step), runs.plan(four, step)
@@ -280,14 +322,16 @@ def test_chunks_of_layers_shorten_the_wait_for_stages(tmp_path):
     assert first.seconds - last.seconds == pytest.approx(0.75 * first.bubble)
 
 
-# ---- constants, figures and the page ------------------------------------------------------------------------------
+# ---- constants, figures and the page -------------------------------------------------------------
 
 
 KEPT = json.loads(record.FIGURES.read_text())
 
 
 def test_the_figures_are_of_these_sources():
-    assert KEPT["digest"] == record.digest(), f"plans of published runs may have changed: run {record.COMMAND}"
+    assert KEPT["digest"] == record.digest(), (
+        f"plans of published runs may have changed: run {record.COMMAND}"
+    )
 
 
 def test_the_page_and_the_constants_are_those_of_the_figures():
@@ -295,7 +339,10 @@ def test_the_page_and_the_constants_are_those_of_the_figures():
     assert record.with_tables(page, KEPT) == page
     for name, values in KEPT["constants"].items():
         assert vars(chip_of("h100"))[name] == pytest.approx(values["used"], rel=1e-3)
-        assert f"{values['fitted']:.3g}" in chip_of("h100").sources[name] or values["used"] == values["fitted"]
+        assert (
+            f"{values['fitted']:.3g}" in chip_of("h100").sources[name]
+            or values["used"] == values["fitted"]
+        )
 
 
 def test_nothing_is_fitted_to_the_runs_that_are_held_out():

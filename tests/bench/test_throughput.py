@@ -1,4 +1,6 @@
-"""What bench/throughput compares trains one model: the same losses, step by step, as ours; its arithmetic."""
+"""What bench/throughput compares trains one model: the same losses, step by step, as ours; its
+arithmetic.
+"""
 
 import dataclasses
 import importlib
@@ -23,7 +25,15 @@ from shardwright.program.flops import flops_of_model
 
 ROOT = Path(__file__).parents[2]
 SHAPES = Shapes(
-    vocab=64, d_model=32, layers=3, n_kv=2, n_q_per_kv=2, d_head=16, d_ff=48, rope_base=100.0, norm_epsilon=1e-3
+    vocab=64,
+    d_model=32,
+    layers=3,
+    n_kv=2,
+    n_q_per_kv=2,
+    d_head=16,
+    d_ff=48,
+    rope_base=100.0,
+    norm_epsilon=1e-3,
 )
 JOB = Job("", SHAPES, sequences=8, length=16, learning_rate=1e-2, clip_norm=0.5, epsilon=1e-4)
 STEPS = 6
@@ -43,7 +53,9 @@ def random_weights(shapes: Shapes) -> dict[str, np.ndarray]:
 
 
 def losses(contestant: str, job: Job = JOB, **options) -> list[float]:
-    module = importlib.import_module(f"bench.throughput.peers.{MODULES.get(contestant, contestant)}")
+    module = importlib.import_module(
+        f"bench.throughput.peers.{MODULES.get(contestant, contestant)}"
+    )
     trainer = module.Contestant(job, random_weights(job.shapes), **options)
     return trainer.wait([trainer.step() for _ in range(STEPS)])
 
@@ -76,9 +88,15 @@ def test_peers_train_the_same_model(contestant, changes, ours):
 def test_seqax_trains_the_same_model(tmp_path):
     checkout = os.environ.get("SEQAX")
     if checkout is None:
-        pytest.skip("SEQAX does not name a checkout of seqax with its environment (docs/performance.md)")
-    job = dataclasses.replace(JOB, contestant="seqax_trainer", dtype="bf16", d=4, t=2, checkout=checkout)
-    job = dataclasses.replace(job, shapes=dataclasses.replace(SHAPES, norm_epsilon=1e-6), clip_norm=1.0)
+        pytest.skip(
+            "SEQAX does not name a checkout of seqax with its environment (docs/performance.md)"
+        )
+    job = dataclasses.replace(
+        JOB, contestant="seqax_trainer", dtype="bf16", d=4, t=2, checkout=checkout
+    )
+    job = dataclasses.replace(
+        job, shapes=dataclasses.replace(SHAPES, norm_epsilon=1e-6), clip_norm=1.0
+    )
     np.savez(tmp_path / "weights.npz", **random_weights(job.shapes))
     program = f"""
 import numpy
@@ -88,7 +106,9 @@ trainer = Contestant(Job.from_json({job.to_json()!r}), dict(numpy.load({str(tmp_
 print(trainer.wait([trainer.step() for _ in range({STEPS})]))
 """
     env = environment(job, tmp_path)
-    done = subprocess.run([python_of(job), "-c", program], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [python_of(job), "-c", program], cwd=ROOT, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     expected = losses("ours", dataclasses.replace(job, checkout=""))
@@ -99,15 +119,21 @@ def test_a_job_and_its_configuration():
     assert Job.from_json(JOB.to_json()) == JOB
     np.testing.assert_array_equal([*batches(JOB)], [*batches(JOB)])
     c = config_of(dataclasses.replace(JOB, platform="gpu", dtype="bf16"))
-    assert (c.training.compute_dtype, c.model.rope_base, c.optimizer.clip_norm) == ("bf16", 100.0, 0.5)
+    assert (c.training.compute_dtype, c.model.rope_base, c.optimizer.clip_norm) == (
+        "bf16",
+        100.0,
+        0.5,
+    )
     assert list(jobs_of("1b", ["ours", "torch"], "bf16", "gpu")) == ["floor", "ours", "torch"]
 
 
-# ---- arithmetic -----------------------------------------------------------------------------------------------------
+# ---- arithmetic ----------------------------------------------------------------------------------
 
 
 def check_flops(job: Job, of_products: float, rel: float):
-    """The products of a token, those of causal attention, and the norms, are the FLOPs that a run counts."""
+    """The products of a token, those of causal attention, and the norms, are the FLOPs that a run
+    counts.
+    """
     c, s = config_of(job), job.shapes
     counted = flops_of_model(train.Llama(c.model).table, c.model, job.length / 2)
     norms = 6 * (2 * s.layers + 1) * s.d_model
@@ -128,22 +154,32 @@ def test_the_floor_runs_all_of_the_products_of_a_step():
     floor = Floor(job)
     floor.wait([floor.step(), floor.step()])
     for (x, w, dy), (y, dx, dw) in zip(floor.batches[0], floor.results, strict=True):
-        np.testing.assert_allclose(y[-1], np.asarray(x[-1]) @ np.asarray(w[-1]), rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(dx[-1], np.asarray(dy[-1]) @ np.asarray(w[-1]).T, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            y[-1], np.asarray(x[-1]) @ np.asarray(w[-1]), rtol=1e-3, atol=1e-4
+        )
+        np.testing.assert_allclose(
+            dx[-1], np.asarray(dy[-1]) @ np.asarray(w[-1]).T, rtol=1e-3, atol=1e-4
+        )
 
         def rows(block):
             return np.asarray(block).reshape(-1, block.shape[-1])
 
         np.testing.assert_allclose(dw[-1], rows(x[-1]).T @ rows(dy[-1]), rtol=1e-3, atol=1e-4)
-    # None was moved out of a loop, or computed once for several: what the compiler counts is all of them.
-    counted = floor.jitted.lower(floor.batches[0], floor.results).compile().cost_analysis()["flops"] * job.devices
+    # None was moved out of a loop, or computed once for several: what the compiler counts is all of
+    # them.
+    counted = (
+        floor.jitted.lower(floor.batches[0], floor.results).compile().cost_analysis()["flops"]
+        * job.devices
+    )
     assert counted == pytest.approx(6 * SHAPES.matmul_parameters * JOB.tokens, rel=0.01)
     check_flops(JOB, counted / JOB.tokens, 0.01)
 
 
 def test_shares_and_ratios():
     def measured(name, step_s):
-        return SimpleNamespace(name=name, job=JOB, ready={"compile_s": 1.0}, step_s=step_s, peak=2**30, error=None)
+        return SimpleNamespace(
+            name=name, job=JOB, ready={"compile_s": 1.0}, step_s=step_s, peak=2**30, error=None
+        )
 
     floor = measured("floor", [0.5, 0.6])
     ours = measured("ours", [2.0, 1.0, 6.0])
@@ -154,20 +190,32 @@ def test_shares_and_ratios():
     assert line_of(ours, floor, ours).endswith("failed: ended with 1")
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_contestant_that_fails_does_not_stop_the_others():
-    jobs = {name: dataclasses.replace(JOB, contestant=name) for name in ("no_such_trainer", "floor")}
+    jobs = {
+        name: dataclasses.replace(JOB, contestant=name) for name in ("no_such_trainer", "floor")
+    }
     seen = {measured.name: measured for measured in run_rounds(jobs, 2, 0.01, True)}
-    assert "No module named 'bench.throughput.peers.no_such_trainer'" in seen["no_such_trainer"].error
+    assert (
+        "No module named 'bench.throughput.peers.no_such_trainer'" in seen["no_such_trainer"].error
+    )
     assert (seen["floor"].error, len(seen["floor"].step_s)) == (None, 2)
 
 
 @pytest.mark.slow
 def test_the_program():
-    command = [sys.executable, "-m", "bench.throughput", "--sizes", "tiny", "--only", "ours,plain-jax"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.throughput",
+        "--sizes",
+        "tiny",
+        "--only",
+        "ours,plain-jax",
+    ]
     command += ["--rounds", "2", "--seconds", "0.1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -26,14 +26,18 @@ def check(found):
     for name, (tokenizing, merging, _, text, disk) in rates.items():
         hours = 1e6 / tokenizing / 3600
         expected = [text, disk, hours, hours / 64, hours / 256, hours / 1024, 1e6 / merging / 3600]
-        for had, want, slack in zip(plan[name], expected, [0.01, 0.01, 1, 0.06, 0.06, 0.06, 0.06], strict=True):
+        for had, want, slack in zip(
+            plan[name], expected, [0.01, 0.01, 1, 0.06, 0.06, 0.06, 0.06], strict=True
+        ):
             assert abs(had - want) <= slack + 0.02 * want
 
 
 @pytest.mark.long
 def test_the_benchmark(monkeypatch, capsys):
     """On the shorter text: its tables agree with each other."""
-    monkeypatch.setattr(tokenization, "TEXT", ROOT / "shardwright/shipped/austen_validation.jsonl.xz")
+    monkeypatch.setattr(
+        tokenization, "TEXT", ROOT / "shardwright/shipped/austen_validation.jsonl.xz"
+    )
     monkeypatch.setattr(tokenization, "SHARDS", 2)
     monkeypatch.setattr(tokenization, "BATCH", 2)
     monkeypatch.setattr(tokenization, "SEQ_LEN", 256)

@@ -43,16 +43,22 @@ def test_products_of_an_h100_take_what_xla_measured(m, k, n, tflops):
 
 def test_products_between_measured_sizes_are_between_them():
     h100 = as_measured("h100")
-    seconds = [h100.matmul_s(1, m, 3000, 4096, "bf16") for m in (200, 256, 300, 512, 1000, 4096, 30000)]
+    seconds = [
+        h100.matmul_s(1, m, 3000, 4096, "bf16") for m in (200, 256, 300, 512, 1000, 4096, 30000)
+    ]
     assert seconds == sorted(seconds)
     # A batch is as more rows, and TF32 has half the rate of bf16.
-    assert h100.matmul_s(8, 512, 512, 512, "bf16") == pytest.approx(h100.matmul_s(1, 4096, 512, 512, "bf16"))
+    assert h100.matmul_s(8, 512, 512, 512, "bf16") == pytest.approx(
+        h100.matmul_s(1, 4096, 512, 512, "bf16")
+    )
     assert h100.matmul_s(1, 512, 512, 512, "f32") == pytest.approx(
         2 * h100.matmul_s(1, 512, 512, 512, "bf16"), rel=0.01
     )
 
 
-@pytest.mark.parametrize(("op", "gb_per_s"), [("all_gather", 400), ("psum_scatter", 374), ("psum", 224)])
+@pytest.mark.parametrize(
+    ("op", "gb_per_s"), [("all_gather", 400), ("psum_scatter", 374), ("psum", 224)]
+)
 def test_collectives_of_8_h100_take_what_was_published(op, gb_per_s):
     seconds = as_measured("h100").collective_s(op, 2**31, {"p": 1, "r": 1, "d": 8, "t": 1}, ("d",))
     assert 2**31 / seconds == pytest.approx(gb_per_s * 1e9, rel=0.03)
@@ -60,15 +66,16 @@ def test_collectives_of_8_h100_take_what_was_published(op, gb_per_s):
 
 def test_all_gather_of_59_mb_over_4_takes_what_xla_predicts():
     # XLA's own estimate for 4 H100 is 171 µs.
-    assert as_measured("h100").collective_s("all_gather", 59e6, {"d": 4, "t": 2}, ("d",)) == pytest.approx(
-        171e-6, rel=0.06
-    )
+    assert as_measured("h100").collective_s(
+        "all_gather", 59e6, {"d": 4, "t": 2}, ("d",)
+    ) == pytest.approx(171e-6, rel=0.06)
 
 
 def test_near_devices_share_their_network_cards():
     h100, gigabytes = as_measured("h100"), 8e9
     mesh = {"r": 8, "d": 8, "t": 1}
-    # 64 devices on 8 hosts: one ring passes 63/64 of the bytes through each host's 8 cards of 50 GB/s, twice.
+    # 64 devices on 8 hosts: one ring passes 63/64 of the bytes through each host's 8 cards of 50
+    # GB/s, twice.
     slow = h100.collective_s("psum", gigabytes, mesh, ("r", "d"))
     assert slow == pytest.approx(2 * gigabytes * 63 / 64 / (8 * 50e9), rel=0.02)
     # Only r: the devices of a group are on 8 hosts, each with its own card.
@@ -77,13 +84,17 @@ def test_near_devices_share_their_network_cards():
     # With t=2 between them, four devices of each host are in the ring of 32.
     some = h100.collective_s("all_gather", gigabytes, {"d": 32, "t": 2}, ("d",))
     assert some == pytest.approx(gigabytes * 31 / 32 / (4 * 50e9), rel=0.02)
-    assert h100.collective_s("ppermute", gigabytes, {"p": 2, "d": 8}, ("p",)) == pytest.approx(8 / 50, rel=0.02)
+    assert h100.collective_s("ppermute", gigabytes, {"p": 2, "d": 8}, ("p",)) == pytest.approx(
+        8 / 50, rel=0.02
+    )
     assert h100.collective_s("ppermute", gigabytes, {"p": 2, "d": 4}, ("p",)) < 8 / 250
 
 
 @pytest.mark.parametrize("hosts", [8, 256])
 def test_gathers_over_many_hosts_take_their_steps(hosts):
-    """As NCCL's src/graph/tuning.cc has it for rings with LL128: 4.0 µs to the next host, 1.9 µs to other devices."""
+    """As NCCL's src/graph/tuning.cc has it for rings with LL128: 4.0 µs to the next host, 1.9 µs to
+    other devices.
+    """
     size, n = 30e6, 8 * hosts
     seconds = chip_of("h100").collective_s("all_gather", size, {"r": 1, "d": n, "t": 1}, ("d",))
     steps = 14.0e-6 + (n - hosts) * 1.9e-6 + (hosts - 1) * 4.0e-6
@@ -93,9 +104,14 @@ def test_gathers_over_many_hosts_take_their_steps(hosts):
 
 def test_a_ring_of_tpus_takes_what_the_scaling_book_says():
     v5e = as_measured("v5e")
-    # All-gather of V bytes: V / (bandwidth of a link in both directions), which is 1e11; latency by hops.
-    assert v5e.collective_s("all_gather", 1e9, {"d": 16}, ("d",)) == pytest.approx(1e9 * 15 / 16 / 1e11 + 15e-6)
-    assert v5e.collective_s("psum", 1e9, {"d": 16}, ("d",)) == pytest.approx(2e9 * 15 / 16 / 1e11 + 30e-6)
+    # All-gather of V bytes: V / (bandwidth of a link in both directions), which is 1e11; latency by
+    # hops.
+    assert v5e.collective_s("all_gather", 1e9, {"d": 16}, ("d",)) == pytest.approx(
+        1e9 * 15 / 16 / 1e11 + 15e-6
+    )
+    assert v5e.collective_s("psum", 1e9, {"d": 16}, ("d",)) == pytest.approx(
+        2e9 * 15 / 16 / 1e11 + 30e-6
+    )
     assert v5e.collective_s("psum", 1e9, {"d": 1, "t": 8}, ("d",)) == 0
 
 
@@ -116,17 +132,26 @@ def test_a_chip_is_added_as_a_file(tmp_path):
         12.5e9,
         "our switch",
     )
-    assert ours.matmul_s(1, 512, 512, 512, "bf16") == chip_of("h100").matmul_s(1, 512, 512, 512, "bf16")
-    whole = (CHIPS / "v5e.yaml").read_text() + (CHIPS / "_tpu.yaml").read_text().replace("platform: tpu", "")
+    assert ours.matmul_s(1, 512, 512, 512, "bf16") == chip_of("h100").matmul_s(
+        1, 512, 512, 512, "bf16"
+    )
+    whole = (CHIPS / "v5e.yaml").read_text() + (CHIPS / "_tpu.yaml").read_text().replace(
+        "platform: tpu", ""
+    )
     (tmp_path / "whole.yaml").write_text(whole.replace("like: _tpu", "platform: tpu"))
-    assert chip_of(str(tmp_path / "whole.yaml")) == dataclasses.replace(chip_of("v5e"), name="whole")
+    assert chip_of(str(tmp_path / "whole.yaml")) == dataclasses.replace(
+        chip_of("v5e"), name="whole"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("like: h100\nnear: {value: -8, source: x}", "near is -8, which is not a positive number"),
-        ("like: h100\npeak: {value: {f32: 1e12}, source: x}", "it must be a mapping of dtypes, bf16 among them"),
+        (
+            "like: h100\npeak: {value: {f32: 1e12}, source: x}",
+            "it must be a mapping of dtypes, bf16 among them",
+        ),
         ("like: h100\nnear: {value: 8}", "near is not {value, source}"),
         ("like: h1000", "like h1000, which is not a known chip: choose one of a100"),
         ("like: h100\nspeed: 3", "has an unknown speed"),
@@ -137,9 +162,18 @@ def test_a_chip_is_added_as_a_file(tmp_path):
         ("like: h100\nkinds: [5]", "kinds is [5]; it must be a list of names"),
         ("like: h100\nplatform: quantum", "platform is quantum; it must be one of gpu, tpu, cpu"),
         ("like: h100\ntitle: 5", "title is 5; it must be a text"),
-        ("like: h100\nproducts: lacks.csv", "products is lacks.csv, which is not a table of m,k,n,tflops"),
-        ("like: h100\nproducts: zero.csv", "products is zero.csv, which is not a table of m,k,n,tflops"),
-        ("like: h100\nproducts: holes.csv", "products is holes.csv, which is not a table of m,k,n,tflops"),
+        (
+            "like: h100\nproducts: lacks.csv",
+            "products is lacks.csv, which is not a table of m,k,n,tflops",
+        ),
+        (
+            "like: h100\nproducts: zero.csv",
+            "products is zero.csv, which is not a table of m,k,n,tflops",
+        ),
+        (
+            "like: h100\nproducts: holes.csv",
+            "products is holes.csv, which is not a table of m,k,n,tflops",
+        ),
         ("like: h100\ncollectives: lacks.csv", "it has no column 'op'"),
         ("", "start it with like: h100"),
         ("title: x", "has no attention_share"),
@@ -161,7 +195,8 @@ def test_a_wrong_file_is_one_line(tmp_path, text, says):
 
 def test_an_unknown_chip_is_one_line_with_the_known_ones():
     with pytest.raises(
-        ValueError, match=r"^h10 is not a known chip: choose one of a100, .*v7x, or .* Did you mean h100\?$"
+        ValueError,
+        match=r"^h10 is not a known chip: choose one of a100, .*v7x, or .* Did you mean h100\?$",
     ):
         chip_of("h10")
 
@@ -169,22 +204,40 @@ def test_an_unknown_chip_is_one_line_with_the_known_ones():
 def test_a_sum_over_hosts_takes_the_steps_of_its_tree():
     """Up and down a tree of the 8 hosts, not of their 64 devices."""
     h100 = chip_of("h100")
-    assert h100.collective_s("psum", 4, {"r": 8, "d": 8}, ("r", "d")) == pytest.approx(2 * 3 * 17.3e-6, rel=1e-3)
+    assert h100.collective_s("psum", 4, {"r": 8, "d": 8}, ("r", "d")) == pytest.approx(
+        2 * 3 * 17.3e-6, rel=1e-3
+    )
 
 
 def test_a_ring_passes_only_through_its_own_devices_of_a_host():
-    """To each of 7 other hosts 4.0 µs, and 1.9 µs more for each further device in it (NCCL's tuning.cc)."""
+    """To each of 7 other hosts 4.0 µs, and 1.9 µs more for each further device in it (NCCL's
+    tuning.cc).
+    """
     h100 = chip_of("h100")
     mesh = {"r": 8, "d": 8}
     assert h100.collective_s("all_gather", 4, mesh, ("r",)) == pytest.approx(7 * 4.0e-6, rel=1e-3)
-    assert h100.collective_s("all_gather", 4, mesh, ("r", "d")) == pytest.approx(7 * (4.0 + 7 * 1.9) * 1e-6, rel=1e-3)
+    assert h100.collective_s("all_gather", 4, mesh, ("r", "d")) == pytest.approx(
+        7 * (4.0 + 7 * 1.9) * 1e-6, rel=1e-3
+    )
 
 
 def test_all_chips_have_the_same_achieved_shares():
     chips = [chip_of(name) for name in known() if name != "cpu"]
-    assert len({(x.matmul_share, x.attention_share, x.memory_share, x.link_share, x.interference) for x in chips}) == 1
-    # Maximum Achievable Matmul FLOPS of github.com/stas00/ml-engineering; an H100's by XLA's table is near its 794.5.
-    alone = {name: 2 * 8192**3 / as_measured(name).matmul_s(1, 8192, 8192, 8192, "bf16") for name in ("a100", "h100")}
+    assert (
+        len(
+            {
+                (x.matmul_share, x.attention_share, x.memory_share, x.link_share, x.interference)
+                for x in chips
+            }
+        )
+        == 1
+    )
+    # Maximum Achievable Matmul FLOPS of github.com/stas00/ml-engineering; an H100's by XLA's table
+    # is near its 794.5.
+    alone = {
+        name: 2 * 8192**3 / as_measured(name).matmul_s(1, 8192, 8192, 8192, "bf16")
+        for name in ("a100", "h100")
+    }
     assert alone == {"a100": pytest.approx(271.2e12), "h100": pytest.approx(794.5e12, rel=0.02)}
 
 

@@ -1,4 +1,6 @@
-"""Runs of several processes: the same as one process, each with its own part, and ended together when one is lost."""
+"""Runs of several processes: the same as one process, each with its own part, and ended together
+when one is lost.
+"""
 
 import json
 import os
@@ -21,12 +23,24 @@ from shardwright.cluster.devices import start_devices
 from shardwright.data.flat_tokens import Writer
 from shardwright.program.checks import register_schema, to_config
 from shardwright.program.config import Config
-from shardwright.settings.exits import ERROR, LOST, OUT_OF_MEMORY, STALLED, STOPPED, LostError, exit_of
+from shardwright.settings.exits import (
+    ERROR,
+    LOST,
+    OUT_OF_MEMORY,
+    STALLED,
+    STOPPED,
+    LostError,
+    exit_of,
+)
 from tests.support.processes import ROOT, Run, free_port
 
 HOST = socket.gethostname()
 # Short enough for a test, long enough for a machine that is busy with other tests.
-LIMITS = ["distributed.heartbeat_timeout=6", "distributed.stall_timeout=15", "distributed.join_timeout=120"]
+LIMITS = [
+    "distributed.heartbeat_timeout=6",
+    "distributed.stall_timeout=15",
+    "distributed.join_timeout=120",
+]
 STEPS = 40
 
 
@@ -36,7 +50,7 @@ def settings(*overrides: str) -> Config:
         return to_config(compose("local_test_synthetic", overrides=list(overrides)))
 
 
-# ---- settings ----------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -53,7 +67,9 @@ def initialized(monkeypatch):
 def test_a_single_process_joins_nothing(overrides, initialized):
     """Not even as a task of Slurm, where JAX would find others."""
     os.environ |= slurm(count=4, i=1)
-    start_devices(settings("paths.model_name=run", *overrides.split()).distributed, HardwareConfig())
+    start_devices(
+        settings("paths.model_name=run", *overrides.split()).distributed, HardwareConfig()
+    )
     assert initialized == []
 
 
@@ -62,7 +78,9 @@ def test_processes_are_numbered_from_0_to_below_their_count():
     for number in (0, 1):
         check_distributed(DistributedConfig(count=2, coordinator="a:1", id=number))
     for number in (-1, 2):
-        with pytest.raises(ValueError, match=rf"distributed\.id is {number}; it must be at least 0 and below 2\."):
+        with pytest.raises(
+            ValueError, match=rf"distributed\.id is {number}; it must be at least 0 and below 2\."
+        ):
             check_distributed(DistributedConfig(count=2, coordinator="a:1", id=number))
 
 
@@ -86,10 +104,13 @@ def test_what_jax_gives_up_waiting_for_may_be_there_later(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         start_devices(DistributedConfig(auto=True), HardwareConfig())
     assert ended.value.code == LOST.code
-    assert "Failed to resolve the address of pod 0. Start all processes again" in capsys.readouterr().err
+    assert (
+        "Failed to resolve the address of pod 0. Start all processes again"
+        in capsys.readouterr().err
+    )
 
 
-# ---- joining -----------------------------------------------------------------------------------------------------
+# ---- joining -------------------------------------------------------------------------------------
 
 
 def slurm(count: int, i: int, job: int = 0) -> dict[str, str]:
@@ -107,7 +128,14 @@ def end_of(*overrides: str) -> tuple[int, str, float]:
     """Exit code, stderr and seconds of the program as one process."""
     began = time.monotonic()
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    program = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", "paths.model_name=run", *overrides]
+    program = [
+        sys.executable,
+        "-m",
+        "train",
+        "--config-name=local_test_synthetic",
+        "paths.model_name=run",
+        *overrides,
+    ]
     done = subprocess.run(program, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     return done.returncode, done.stderr, time.monotonic() - began
 
@@ -118,8 +146,13 @@ def test_processes_that_do_not_come_are_missed():
     who = [f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=1"]
     code, errors, seconds = end_of(*who, "distributed.join_timeout=2")
     assert code == LOST.code
-    missed = f"Error: process 1 on {HOST}: not all processes found one another within 2 s (distributed.join_timeout)"
-    assert f"{missed}. Check that process 0 runs and that all hosts reach it at {address}." in errors
+    missed = (
+        f"Error: process 1 on {HOST}: not all processes found one another within 2 s "
+        "(distributed.join_timeout)"
+    )
+    assert (
+        f"{missed}. Check that process 0 runs and that all hosts reach it at {address}." in errors
+    )
     assert seconds < 30
 
 
@@ -127,7 +160,9 @@ def test_processes_that_do_not_come_are_missed():
 def test_a_port_in_use_is_named():
     with socket.create_server(("", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        code, errors, _ = end_of(f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=0")
+        code, errors, _ = end_of(
+            f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=0"
+        )
     assert code == 1
     assert f"process 0 cannot listen at {address}" in errors
     assert "Give an address of its host and a free port" in errors
@@ -135,7 +170,9 @@ def test_a_port_in_use_is_named():
 
 @pytest.mark.long
 def test_a_count_that_is_not_that_of_the_processes(tmp_path):
-    """Under Slurm with two tasks, of which the configuration expects three: all end, each with this error."""
+    """Under Slurm with two tasks, of which the configuration expects three: all end, each with this
+    error.
+    """
     environment = [slurm(2, i, job=free_port()) for i in range(2)]
     environment[1]["SLURM_JOB_ID"] = environment[0]["SLURM_JOB_ID"]
     run = Run(tmp_path, 2, 1, "distributed.count=3", *LIMITS, environment=environment)
@@ -144,7 +181,7 @@ def test_a_count_that_is_not_that_of_the_processes(tmp_path):
         assert "distributed.count is 3, but 2 processes found one another." in run.stderr(i)
 
 
-# ---- the same as one process -------------------------------------------------------------------------------------
+# ---- the same as one process ---------------------------------------------------------------------
 
 
 UNDECIDED = """
@@ -157,10 +194,16 @@ causality.find_leaks = find
 
 @pytest.mark.long
 def test_two_processes_train_as_one(tmp_path):
-    """Found as tasks of Slurm. One process of as many devices has the same losses, but for the order of sums."""
+    """Found as tasks of Slurm.
+
+    One process of as many devices has the same losses, but for the order of sums.
+    """
     job = free_port()
     shared = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
-    environment, hooks = [slurm(2, i, job) | shared for i in range(2)], dict.fromkeys(range(2), UNDECIDED)
+    environment, hooks = (
+        [slurm(2, i, job) | shared for i in range(2)],
+        dict.fromkeys(range(2), UNDECIDED),
+    )
     settings = "training.steps=5", "training.accept_undecided=true"
     two = Run(tmp_path / "two", 2, 2, *settings, environment=environment, hooks=hooks)
     one = Run(tmp_path / "one", 1, 4, "training.steps=5")
@@ -172,7 +215,8 @@ def test_two_processes_train_as_one(tmp_path):
     assert "step 5/5" in two.stdout(0)
     assert says_of_the_program(two, 1) == []
     assert (two.directory / "hosts.txt").read_text() == f"0 {HOST}\n1 {HOST}\n"
-    assert "causality  not known: for a test" in two.stdout(0)  # which both know, or one would wait for the other
+    # which both know, or one would wait for the other
+    assert "causality  not known: for a test" in two.stdout(0)
 
 
 FAST = """
@@ -184,15 +228,20 @@ clock._now = lambda: 3 * time.monotonic()
 
 @pytest.mark.long
 def test_two_processes_agree_on_the_time(tmp_path):
-    """The clock of one is three times as fast, and counts for both, or they would end after different steps."""
+    """The clock of one is three times as fast, and counts for both, or they would end after
+    different steps.
+    """
     run = Run(tmp_path, 2, 2, "training.steps=null", "training.minutes=0.4", hooks={1: FAST})
     run.succeed()
-    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [line for line in lines if "event" not in line]
     elapsed = np.array([line["elapsed"] for line in steps])
     assert len(steps) > 4
     assert (np.diff(elapsed) > 0).all()
-    # From the second step to the last dispatch, in steps that are logged when the next one is dispatched.
+    # From the second step to the last dispatch, in steps that are logged when the next one is
+    # dispatched.
     seconds = steps[-2]["unix_time"] - steps[1]["unix_time"]
     assert (elapsed[-1] - elapsed[2]) * 24 == pytest.approx(3 * seconds, rel=0.3)
     decay = 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * np.clip((elapsed * 1000 - 2) / 998, 0, 1)))
@@ -214,11 +263,15 @@ def test_a_process_with_other_settings_or_source_is_refused(tmp_path, differs, w
     run = Run(tmp_path, 2, 1, "training.steps=2", hooks={1: differs})
     assert all(run.wait())
     for i in range(2):
-        assert f"process 1 has another {what} than process 0: give all the same" in run.stdout(i) + run.stderr(i)
+        assert f"process 1 has another {what} than process 0: give all the same" in run.stdout(
+            i
+        ) + run.stderr(i)
 
 
 def says_of_the_program(run: Run, i: int) -> list[str]:
-    """What a process wrote, without what the library gloo does: it tells of each connection, in pieces of lines."""
+    """What a process wrote, without what the library gloo does: it tells of each connection, in
+    pieces of lines.
+    """
     lines = (run.stdout(i) + run.stderr(i)).splitlines()
     gloo = r"(\[Gloo\] Rank )|( ?peer ranks)|(Expected number of)|^\d* ?(is connected to)?\d* *$"
     return [line for line in lines if not re.search(gloo, line)]
@@ -238,7 +291,7 @@ def unbroken(tmp_path_factory):
     return get
 
 
-# ---- a process that is lost --------------------------------------------------------------------------------------
+# ---- a process that is lost ----------------------------------------------------------------------
 
 GLOO = "UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:5: Connection reset by peer"
 
@@ -300,7 +353,9 @@ def test_the_time_at_one_place_is_limited(monkeypatch):
     ended, over = [], threading.Event()
     monkeypatch.setattr(watch, "_INTERVAL_S", 0.01)
     monkeypatch.setattr(watch, "_place", watch._Place())
-    monkeypatch.setattr(watch, "_end_stalled", lambda place, *about: (ended.append((place, *about)), over.set()))
+    monkeypatch.setattr(
+        watch, "_end_stalled", lambda place, *about: (ended.append((place, *about)), over.set())
+    )
     c = DistributedConfig(stall_timeout=0.1, pause_timeout=0.5)
     watching = threading.Thread(target=watch._watch, args=(c, "process 1", over))
     watching.start()
@@ -317,14 +372,20 @@ def test_the_time_at_one_place_is_limited(monkeypatch):
 
 def check_it_goes_on(run: Run, count: int, unbroken) -> None:
     """Started again, it ends as if nothing had been."""
-    saved = [int(path.parent.name) for path in (run.directory / "checkpoints").glob("[0-9]*/zarr.json")]
-    again = Run(run.root, count, 2, f"training.steps={STEPS}", "training.checkpoint_interval=5", *LIMITS).succeed()
+    saved = [
+        int(path.parent.name) for path in (run.directory / "checkpoints").glob("[0-9]*/zarr.json")
+    ]
+    again = Run(
+        run.root, count, 2, f"training.steps={STEPS}", "training.checkpoint_interval=5", *LIMITS
+    ).succeed()
     assert f"resumed after {max(saved)} steps" in again.stdout(0)
     assert again.losses() == unbroken(count).losses()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sent", "count", "lost"), [(signal.SIGKILL, 2, 0), (signal.SIGSTOP, 4, 2)])
+@pytest.mark.parametrize(
+    ("sent", "count", "lost"), [(signal.SIGKILL, 2, 0), (signal.SIGSTOP, 4, 2)]
+)
 def test_a_process_that_dies_or_is_stopped_ends_the_others(count, lost, sent, unbroken, tmp_path):
     """JAX aborts them, unless a collective fails before."""
     run = Run(tmp_path, count, 2, "training.steps=4000", "training.checkpoint_interval=5", *LIMITS)
@@ -358,7 +419,10 @@ Loader.sequences = stuck
 """
 
 
-STUCK_AT = f"process 1 on {HOST} stalled: it was waiting for a batch, at step 13, for 15 s (distributed.stall_timeout)"
+STUCK_AT = (
+    f"process 1 on {HOST} stalled: it was waiting for a batch, at step 13, for 15 s "
+    "(distributed.stall_timeout)"
+)
 
 
 @pytest.mark.slow
@@ -370,15 +434,19 @@ def test_a_process_stuck_in_its_loader_ends_the_others(unbroken, tmp_path):
     codes = run.wait(60)
     assert time.monotonic() - began < 40
     assert codes[1] == STALLED.code
-    assert all(text in run.stderr(1) for text in (STUCK_AT, "batches.py"))  # the second is where it is
-    # It waits for the other one in a step, and ends at the same time or when JAX notices that the other is gone.
+    # the second is where it is
+    assert all(text in run.stderr(1) for text in (STUCK_AT, "batches.py"))
+    # It waits for the other one in a step, and ends at the same time or when JAX notices that the
+    # other is gone.
     assert codes[0] in (STALLED.code, -signal.SIGABRT, LOST.code)
     if codes[0] == STALLED.code:
-        assert re.search(rf"process 0 on {HOST} stalled: it was .*, at step 1[345], for 15 s", run.stderr(0))
+        assert re.search(
+            rf"process 0 on {HOST} stalled: it was .*, at step 1[345], for 15 s", run.stderr(0)
+        )
     check_it_goes_on(run, 2, unbroken)
 
 
-# ---- signals -----------------------------------------------------------------------------------------------------
+# ---- signals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -411,7 +479,15 @@ export.run_beside = endless
 
 @pytest.mark.long
 def test_a_signal_to_any_process_ends_the_last_export(tmp_path):
-    run = Run(tmp_path, 2, 1, "training.steps=2", "training.export_interval=2", *LIMITS, hooks={0: EXPORTS})
+    run = Run(
+        tmp_path,
+        2,
+        1,
+        "training.steps=2",
+        "training.export_interval=2",
+        *LIMITS,
+        hooks={0: EXPORTS},
+    )
     run.wait_for_file("exporting")
     run.processes[1].send_signal(signal.SIGUSR1)
     assert run.wait(60) == [STOPPED.code] * 2, run.stderr(0)
@@ -429,5 +505,7 @@ run.compile_step = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 def test_a_signal_before_the_first_step_leaves_no_directory(tmp_path):
     run = Run(tmp_path, 1, 4, "training.steps=2", hooks={0: SIGNALED})
     assert run.wait() == [STOPPED.code]
-    assert run.stdout(0).endswith("SIGTERM: stopped before the first step, so there is nothing to save.\n")
+    assert run.stdout(0).endswith(
+        "SIGTERM: stopped before the first step, so there is nothing to save.\n"
+    )
     assert not run.directory.exists()

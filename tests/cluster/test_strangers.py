@@ -1,4 +1,6 @@
-"""What other users of the machine and the network can do to a run: its compiled programs, and its ports."""
+"""What other users of the machine and the network can do to a run: its compiled programs, and its
+ports.
+"""
 
 import os
 import subprocess
@@ -18,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def no_cache():
     """No directory of compiled programs, before and after."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_enable_compilation_cache",
+    )
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_enable_compilation_cache", True)
@@ -58,15 +64,24 @@ run_program("generate", Settings, run)
 
 @pytest.mark.long
 def test_a_cache_that_others_can_write_is_read_by_no_tool(tmp_path):
-    """Tools that open a run start no devices of their own settings, and compile with JAX's variable."""
+    """Tools that open a run start no devices of their own settings, and compile with JAX's
+    variable.
+    """
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+    }
     command = [sys.executable, tmp_path / "program.py", "run=nowhere"]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout == "none\n", done.stderr
-    said = f"JAX_COMPILATION_CACHE_DIR: not used: others may write in {tmp_path}/cache: chmod go-w it"
+    said = (
+        f"JAX_COMPILATION_CACHE_DIR: not used: others may write in {tmp_path}/cache: chmod go-w it"
+    )
     assert said in done.stderr
 
 
@@ -97,10 +112,22 @@ def test_what_is_made_nobody_else_can_write_whatever_the_umask(tmp_path, no_cach
 @pytest.mark.slow
 def test_a_run_of_one_host_listens_there_alone(tmp_path):
     psutil = pytest.importorskip("psutil")  # clearml has it
-    run = Run(tmp_path, 2, 1, "training.steps=30", "distributed.heartbeat_timeout=20", "mesh.d=2", "mesh.t=1")
+    run = Run(
+        tmp_path,
+        2,
+        1,
+        "training.steps=30",
+        "distributed.heartbeat_timeout=20",
+        "mesh.d=2",
+        "mesh.t=1",
+    )
     try:
         run.wait_for_step(0)
-        sockets = [socket for process in run.processes for socket in psutil.Process(process.pid).net_connections()]
+        sockets = [
+            socket
+            for process in run.processes
+            for socket in psutil.Process(process.pid).net_connections()
+        ]
         found = {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
         assert found
         assert found <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}

@@ -1,4 +1,6 @@
-"""The edits of edits.toml, each made in a copy of the source: types, a check of a run, or a test catches it."""
+"""The edits of edits.toml, each made in a copy of the source: types, a check of a run, or a test
+catches it.
+"""
 
 import re
 
@@ -24,10 +26,14 @@ SHORT = (
 
 
 def caught_by(*gates: str) -> list[Edit]:
-    return [edit for edit in EDITS.values() if edit.changes and any(getattr(edit, gate) for gate in gates)]
+    return [
+        edit
+        for edit in EDITS.values()
+        if edit.changes and any(getattr(edit, gate) for gate in gates)
+    ]
 
 
-# ---- types and the check of a run ---------------------------------------------------------------------------------
+# ---- types and the check of a run ----------------------------------------------------------------
 
 
 def rejected() -> list:
@@ -66,7 +72,7 @@ def test_the_check_accepts_what_is_the_same_on_all_meshes(edit):
         assert refusal(edit, config)[0] == "", "say so in edits.toml"
 
 
-# ---- tests --------------------------------------------------------------------------------------------------------
+# ---- tests ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -78,7 +84,7 @@ def test_a_test_fails(edit, tmp_path):
     assert "1 failed" in done.stdout
 
 
-# ---- the collection -----------------------------------------------------------------------------------------------
+# ---- the collection ------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -101,5 +107,7 @@ def test_the_page_is_made_of_the_collection():
 
 @pytest.mark.quick
 def test_what_can_be_expressed_is():
-    """Of kinds a, b and c; the others wait for a part that the repository lacks, or have no known cause."""
+    """Of kinds a, b and c; the others wait for a part that the repository lacks, or have no known
+    cause.
+    """
     assert sum(bool(edit.changes) and edit.kind in {*"abc"} for edit in EDITS.values()) >= 78

@@ -1,4 +1,6 @@
-"""The intervals of a program's integers hold what exact execution computes; decisions that were not seen are named."""
+"""The intervals of a program's integers hold what exact execution computes; decisions that were not
+seen are named.
+"""
 
 import functools
 
@@ -69,7 +71,9 @@ def loops(n):
     total = lax.fori_loop(0, 7, lambda i, s: s + 3 * i, 0)
     down = lax.scan(lambda i, x: (i - 2, i * x), 9, jnp.arange(-3, 4))
     until = lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 3, c[1]), (n, jnp.int32(20)))
-    nested = lax.fori_loop(0, 3, lambda i, s: lax.fori_loop(0, 4, lambda j, s: jnp.minimum(s + i * j, 9), s), 0)
+    nested = lax.fori_loop(
+        0, 3, lambda i, s: lax.fori_loop(0, 4, lambda j, s: jnp.minimum(s + i * j, 9), s), 0
+    )
     return total, down, until, nested
 
 
@@ -78,8 +82,21 @@ def arithmetic(n):
     signs = jnp.sign(x), jnp.abs(x), -x, x**2, ~x, x.astype(jnp.uint8), x.astype(jnp.float32) / 3
     quotients = x // 3, x % 3, x // -3, lax.rem(x, 4), lax.div(x, -2), x % -4
     bits = x & 3, x | 4, x ^ 5, x << 2, x >> 1, jnp.abs(x) >> n
-    extremes = jnp.clip(x, -1, 2), jnp.maximum(x, n), x.max(), x.argmin(), jnp.sort(x), lax.top_k(x, 2)
-    sums = x.sum(), jnp.cumsum(x), jnp.where(x > 2, x, 7), jnp.pad(x, 2), lax.optimization_barrier((x, -x))
+    extremes = (
+        jnp.clip(x, -1, 2),
+        jnp.maximum(x, n),
+        x.max(),
+        x.argmin(),
+        jnp.sort(x),
+        lax.top_k(x, 2),
+    )
+    sums = (
+        x.sum(),
+        jnp.cumsum(x),
+        jnp.where(x > 2, x, 7),
+        jnp.pad(x, 2),
+        lax.optimization_barrier((x, -x)),
+    )
     lookups = (
         x[n],
         x.at[n].set(99),
@@ -164,7 +181,9 @@ def test_a_choice_by_one_float_must_have_been_made_both_ways():
 
 
 @pytest.mark.parametrize(("degree", "is_decided"), [(1, True), (2, True), (3, False)])
-def test_a_polynomial_in_the_index_of_a_device_needs_more_devices_than_its_degree(degree, is_decided):
+def test_a_polynomial_in_the_index_of_a_device_needs_more_devices_than_its_degree(
+    degree, is_decided
+):
     def program(x):
         i = lax.axis_index("d")
         return x * functools.reduce(jnp.multiply, [i - n for n in range(degree)])
@@ -186,7 +205,10 @@ def test_a_polynomial_in_the_index_of_a_device_needs_more_devices_than_its_degre
 
 @pytest.mark.parametrize(("least", "is_decided"), [(0, True), (5, False)])
 def test_positions_in_a_document_are_not_negative(least, is_decided):
-    """They count from the last start. Any other number in its place may be larger than the position."""
+    """They count from the last start.
+
+    Any other number in its place may be larger than the position.
+    """
 
     def program(starts):
         place = jnp.arange(starts.shape[0])

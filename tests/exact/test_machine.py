@@ -1,4 +1,6 @@
-"""Exact execution against JAX itself: the numbers by which programs decide are those that JAX computes."""
+"""Exact execution against JAX itself: the numbers by which programs decide are those that JAX
+computes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,14 @@ WHOLE = jnp.asarray(X)
 
 
 def entries():
-    return X**3, jnp.tanh(X), jnp.exp2(X), lax.rem(X, jnp.float32(0.7)), jnp.sign(X), lax.erf_inv(X / 3)
+    return (
+        X**3,
+        jnp.tanh(X),
+        jnp.exp2(X),
+        lax.rem(X, jnp.float32(0.7)),
+        jnp.sign(X),
+        lax.erf_inv(X / 3),
+    )
 
 
 def integers():
@@ -32,7 +41,14 @@ def dtypes():
 
 
 def shapes():
-    return WHOLE.T, WHOLE.reshape(3, 8), WHOLE[::2, 1:], WHOLE[:, ::-1], jnp.roll(X, 1, 1), jnp.stack([X, X])
+    return (
+        WHOLE.T,
+        WHOLE.reshape(3, 8),
+        WHOLE[::2, 1:],
+        WHOLE[:, ::-1],
+        jnp.roll(X, 1, 1),
+        jnp.stack([X, X]),
+    )
 
 
 def pads():
@@ -45,7 +61,12 @@ def reductions():
 
 
 def orders():
-    return jnp.sort(X, 0), jnp.argsort(-X, 1), lax.top_k(X, 2), lax.sort((WHOLE % 1, WHOLE), num_keys=1)
+    return (
+        jnp.sort(X, 0),
+        jnp.argsort(-X, 1),
+        lax.top_k(X, 2),
+        lax.sort((WHOLE % 1, WHOLE), num_keys=1),
+    )
 
 
 def lookups():
@@ -59,7 +80,12 @@ def writes():
 
 
 def matmuls():
-    return WHOLE @ X.T, jnp.einsum("ij,kj,k->ik", X, X, X[:, 0]), jnp.asarray(IDS) @ IDS.T, jnp.vdot(X, X)
+    return (
+        WHOLE @ X.T,
+        jnp.einsum("ij,kj,k->ik", X, X, X[:, 0]),
+        jnp.asarray(IDS) @ IDS.T,
+        jnp.vdot(X, X),
+    )
 
 
 def windows():
@@ -74,13 +100,23 @@ def solves():
 
 def complex_numbers():
     product = lax.complex(X, X) * lax.complex(X, -X) / lax.complex(X, X + 1)
-    return jnp.abs(product), product.imag, jnp.exp(1j * WHOLE).real, jnp.fft.ifft(jnp.fft.fft(X)).real
+    return (
+        jnp.abs(product),
+        product.imag,
+        jnp.exp(1j * WHOLE).real,
+        jnp.fft.ifft(jnp.fft.fft(X)).real,
+    )
 
 
 def loops():
     scanned = lax.scan(lambda c, row: (c + row.sum(), c * row), 0.0, WHOLE)
     counted = lax.fori_loop(0, 5, lambda i, c: c * 0.5 + i, 1.0)
-    return scanned, counted, lax.cond(WHOLE.sum() > 1, jnp.sin, jnp.cos, X), lax.associative_scan(jnp.add, X)
+    return (
+        scanned,
+        counted,
+        lax.cond(WHOLE.sum() > 1, jnp.sin, jnp.cos, X),
+        lax.associative_scan(jnp.add, X),
+    )
 
 
 def gradients():
@@ -88,13 +124,30 @@ def gradients():
 
 
 def random_numbers():
-    numbers = jax.random.normal(KEY, (5,)), jax.random.bits(KEY, (3,), "uint16"), jax.random.permutation(KEY, 9)
+    numbers = (
+        jax.random.normal(KEY, (5,)),
+        jax.random.bits(KEY, (3,), "uint16"),
+        jax.random.permutation(KEY, 9),
+    )
     folded = jax.vmap(jax.random.fold_in, (None, 0))(KEY, IDS[0])
     keys = jax.random.split(KEY, (2, 3)), folded, jax.random.key(-3)
     return *numbers, jax.random.categorical(KEY, X), *map(jax.random.key_data, keys)
 
 
-FUNCTIONS = [entries, integers, dtypes, shapes, pads, reductions, orders, lookups, writes, matmuls, windows, solves]
+FUNCTIONS = [
+    entries,
+    integers,
+    dtypes,
+    shapes,
+    pads,
+    reductions,
+    orders,
+    lookups,
+    writes,
+    matmuls,
+    windows,
+    solves,
+]
 FUNCTIONS += [complex_numbers, loops, gradients, random_numbers]
 
 
@@ -108,7 +161,9 @@ def values(program, sizes, args):
 def test_numbers_are_those_of_jax(function):
     expected = jax.tree.leaves(function())
     for ours, theirs in zip(values(jax.make_jaxpr(function)(), {}, ()), expected, strict=True):
-        np.testing.assert_allclose(ours.astype(np.float64), np.asarray(theirs, np.float64), rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(
+            ours.astype(np.float64), np.asarray(theirs, np.float64), rtol=2e-5, atol=2e-5
+        )
 
 
 @pytest.mark.long
@@ -120,14 +175,19 @@ def test_numbers_on_a_mesh_are_those_of_jax(program):
     found = values(traced(program, sizes), dict(zip(program.axes, sizes, strict=True)), args)
     for ours, theirs in zip(found, expected, strict=True):
         if not jax.dtypes.issubdtype(theirs.dtype, jax.dtypes.prng_key):
-            np.testing.assert_allclose(ours.astype(np.float64), np.asarray(theirs, np.float64), rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(
+                ours.astype(np.float64), np.asarray(theirs, np.float64), rtol=1e-3, atol=1e-4
+            )
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("function", "primitive"),
     [
-        (lambda: jax.pure_callback(np.sort, jax.ShapeDtypeStruct(X.shape, X.dtype), X), "pure_callback"),
+        (
+            lambda: jax.pure_callback(np.sort, jax.ShapeDtypeStruct(X.shape, X.dtype), X),
+            "pure_callback",
+        ),
         (lambda: lax.betainc(X, X, X), "regularized_incomplete_beta"),
         (lambda: jax.random.key(0, impl="rbg"), "random_seed"),
         (lambda: lax.while_loop(lambda x: x > 0, lambda x: x, 1.0), "while"),

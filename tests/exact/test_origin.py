@@ -45,17 +45,20 @@ def found_in(case: Program, sizes: tuple[int, ...]) -> list[Origin]:
     return []
 
 
-# ---- reductions ---------------------------------------------------------------------------------------------------
+# ---- reductions ----------------------------------------------------------------------------------
 
 
-@wrong("summed over t it is right: a reduction over t is missing\n  remedy: Add jax.lax.psum(…, 't').")
+@wrong(
+    "summed over t it is right: a reduction over t is missing\n  remedy: Add jax.lax.psum(…, 't')."
+)
 def partial_sum_returned(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d M"]:
     y = x @ w  # here
     return 2 * y
 
 
 @wrong(
-    "summed over t it is right: a reduction is missing\n  remedy: Add jax.lax.psum_scatter(…, 't', scatter_dimension=1"
+    "summed over t it is right: a reduction is missing\n  remedy: Add jax.lax.psum_scatter(…, 't', "
+    "scatter_dimension=1"
 )
 def partial_sum_returned_as_blocks(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d M/t"]:
     return x @ w  # here
@@ -75,7 +78,10 @@ def gradient_of_own_rows(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
     return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)  # here
 
 
-@wrong("operand 0 is a partial sum over t, used as if it were whole\n  remedy: Sum it first: jax.lax.psum(…, 't').")
+@wrong(
+    "operand 0 is a partial sum over t, used as if it were whole\n  remedy: Sum it first: "
+    "jax.lax.psum(…, 't')."
+)
 def activation_before_the_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d M"]:
     y = x @ w
     y = jnp.tanh(y)  # here
@@ -120,7 +126,10 @@ def ones_of_a_block_counted(x: f32["L/t"]) -> f32["4"]:
     return jnp.zeros(4).at[jnp.zeros(x.shape[0], jnp.int32)].add(ones)  # here
 
 
-@wrong("by its maximum over t it is right: a reduction over t is missing\n  remedy: Add jax.lax.pmax(…, 't').")
+@wrong(
+    "by its maximum over t it is right: a reduction over t is missing\n  remedy: Add "
+    "jax.lax.pmax(…, 't')."
+)
 def own_maxima_subtracted(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
     largest = jnp.max(x, axis=-1, keepdims=True)  # here
     return x - largest
@@ -132,7 +141,7 @@ def own_minima_summed(x: f32["B/d V/t"]) -> f32["B/d"]:
     return lax.psum(jnp.exp(least), "t")  # here
 
 
-# ---- positions ----------------------------------------------------------------------------------------------------
+# ---- positions -----------------------------------------------------------------------------------
 
 
 @wrong("the blocks of d, t along dim 0 are in another order")
@@ -193,7 +202,7 @@ def lookups_outside_of_a_block_not_masked(table: f32["V/t M"], ids: i32["B/d"]) 
     return lax.psum(rows, "t")
 
 
-# ---- results and programs -----------------------------------------------------------------------------------------
+# ---- results and programs ------------------------------------------------------------------------
 
 
 @wrong("result 0 is [t, d], and out_specs declares [d, t]")

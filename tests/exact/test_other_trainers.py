@@ -1,4 +1,6 @@
-"""`check` on the shard_map parts of public JAX libraries (docs/other-trainers.md), where they are installed."""
+"""`check` on the shard_map parts of public JAX libraries (docs/other-trainers.md), where they are
+installed.
+"""
 
 import collections
 from pathlib import Path
@@ -15,7 +17,16 @@ from jax.sharding import PartitionSpec as P
 from shardlib.exact import check
 from shardlib.parsing import ShardError
 from tests.programs import other_trainers
-from tests.programs.other_trainers import ACCEPTED, CASES, VERSIONS, WRONG, Case, difference, number_text, version
+from tests.programs.other_trainers import (
+    ACCEPTED,
+    CASES,
+    VERSIONS,
+    WRONG,
+    Case,
+    difference,
+    number_text,
+    version,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "other-trainers.md").read_text()
 
@@ -66,7 +77,10 @@ BUGS = chunks, dropped, log_sum_exp
 @pytest.mark.parametrize("body", BUGS)
 def test_the_bugs_in_their_smallest_form(body):
     """Each differs on four devices."""
-    specs: dict[str, Any] = {"in_specs": P("t"), "out_specs": P() if body is log_sum_exp else P("t")}
+    specs: dict[str, Any] = {
+        "in_specs": P("t"),
+        "out_specs": P() if body is log_sum_exp else P("t"),
+    }
     x = jnp.where(jnp.arange(16) < 12, jnp.arange(16.0), -jnp.inf if body is log_sum_exp else 20.0)
     mesh = AbstractMesh((4,), ("t",), axis_types=(AxisType.Auto,))
     with pytest.raises(ShardError, match=r"test_other_trainers.py:\d+: (?s:.*)\nwrong: "):
@@ -74,6 +88,8 @@ def test_the_bugs_in_their_smallest_form(body):
     found = []
     for n in (4, 1):
         mesh = jax.make_mesh((n,), ("t",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
-        found.append(np.asarray(jax.jit(jax.shard_map(body, mesh=mesh, check_vma=False, **specs))(x)))
+        found.append(
+            np.asarray(jax.jit(jax.shard_map(body, mesh=mesh, check_vma=False, **specs))(x))
+        )
     assert np.isfinite(found[1]).all()
     assert not np.allclose(*found)

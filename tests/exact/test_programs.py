@@ -1,4 +1,6 @@
-"""The programs of tests/programs: what they compute on several devices and on one, and what the check says of them."""
+"""The programs of tests/programs: what they compute on several devices and on one, and what the
+check says of them.
+"""
 
 import collections
 from collections.abc import Sequence
@@ -13,7 +15,8 @@ from tests.programs.corpus import MUTATED, RIGHT, WRITTEN, WRONG
 from tests.programs.program import Program, abstract_mesh, cases, distance, intended, run, traced
 
 EQUAL, DIFFERENT = 1e-4, 1e-2
-"""A right program differs by rounding only. A wrong one differs by far more, so that nothing lies between."""
+"""A right program differs by rounding only. A wrong one differs by far more, so that nothing lies
+between."""
 UNDECIDED = {"callback that sorts local rows", "numbers by the rbg key of each row"}
 """Wrong programs that cannot be run."""
 
@@ -26,7 +29,7 @@ def test_the_corpus_is_large():
     assert len(RIGHT) >= 70
 
 
-# ---- what they compute --------------------------------------------------------------------------------------------
+# ---- what they compute ---------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -55,7 +58,7 @@ def test_so_do_the_mutants_that_are_named():
     assert mutated.text_of(found) == mutated.MUTANTS.read_text(), mutated.__doc__
 
 
-# ---- what the check says ------------------------------------------------------------------------------------------
+# ---- what the check says -------------------------------------------------------------------------
 
 
 def findings(program: Program, sizes: Sequence[int] | None = None) -> list[Finding]:
@@ -71,9 +74,12 @@ def findings(program: Program, sizes: Sequence[int] | None = None) -> list[Findi
 def found(program: Program) -> str:
     """What is said of a program on the first mesh that shows that it is wrong; "" if none does.
 
-    A ring of two turns is right on two devices, and wrong on four; an axis for another, where their sizes differ.
+    A ring of two turns is right on two devices, and wrong on four; an axis for another, where their
+    sizes differ.
     """
-    found = next((found for sizes in (None, *program.meshes[1:]) if (found := findings(program, sizes))), [])
+    found = next(
+        (found for sizes in (None, *program.meshes[1:]) if (found := findings(program, sizes))), []
+    )
     is_sure = all(finding.is_wrong for finding in found)
     assert is_sure != (program.name in UNDECIDED), found
     return "\n".join(map(str, found))
@@ -97,4 +103,6 @@ def test_some_of_each_in_seconds():
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])
 def test_no_primitive_makes_a_block_of_what_is_none(every):
-    assert [program.name for program in bad_operands.PROGRAMS[::every] if not findings(program)] == []
+    assert [
+        program.name for program in bad_operands.PROGRAMS[::every] if not findings(program)
+    ] == []

@@ -26,7 +26,9 @@ def center_on_host(x):
 
 
 def by_pallas(x):
-    return pl.pallas_call(center_in_place, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+    return pl.pallas_call(
+        center_in_place, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+    )(x)
 
 
 def by_named_pallas(x):
@@ -66,7 +68,8 @@ def specs(spec):
 def test_what_has_no_rule_is_checked_as_its_reference(name):
     kernel = KERNELS[name]
     message = (
-        rf"test_references.py:\d+: \w+: .* no rule for {name}: .*exact.reference\('{name}', function\)`\nnot decided"
+        rf"test_references.py:\d+: \w+: .* no rule for {name}: .*exact.reference\('{name}', "
+        rf"function\)`\nnot decided"
     )
     with pytest.raises(ShardError, match=message):
         check(kernel, X, mesh=MESH, **specs(ROWS))
@@ -89,7 +92,7 @@ def test_a_function_with_a_partitioning_of_its_own_is_looked_into():
         check(lambda x: jax.lax.psum(double(x), "t"), X, mesh=MESH, **specs(BLOCKS))
 
 
-# ---- cuDNN's attention, which JAX traces on a machine with a GPU alone: a primitive of its name stands for it ------
+# ---- cuDNN's attention, which JAX traces on a machine with a GPU alone: a primitive of its name st
 
 forward = Primitive("dot_product_attention_fwd_wrapper")
 forward.multiple_results = True
@@ -99,13 +102,17 @@ forward.def_abstract_eval(lambda *avals, **_: avals[:1])
 def attention(q, k, v):
     """By the kernel, with the operands that JAX gives it; those left out are empty."""
     none = jnp.zeros(0, q.dtype)
-    return forward.bind(q, k, v, *(none,) * 8, scale=0.5, seed=1, dropout_rate=0.0, mask_type=2, layout=0)[0]
+    return forward.bind(
+        q, k, v, *(none,) * 8, scale=0.5, seed=1, dropout_rate=0.0, mask_type=2, layout=0
+    )[0]
 
 
 def attend(q, k, v, *_, scale, mask_type, **options):
     del options
     assert mask_type == 2  # causal
-    return [jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="xla")]
+    return [
+        jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="xla")
+    ]
 
 
 HEADS = P("d", None, "t")

@@ -33,7 +33,11 @@ def test_sums_and_products(a, b, c):
 def test_quotients(u, a, b):
     assert ring.multiply(u, ring.invert(u)) == 1
     product = ring.multiply(ring.invert(a), ring.invert(b))
-    assert ring.equal(ring.invert(ring.multiply(a, b)), product) or a % ring.PRIME == 0 or b % ring.PRIME == 0
+    assert (
+        ring.equal(ring.invert(ring.multiply(a, b)), product)
+        or a % ring.PRIME == 0
+        or b % ring.PRIME == 0
+    )
 
 
 @laws

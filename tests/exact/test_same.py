@@ -70,9 +70,17 @@ SAME = [
     (jax.grad(jax.nn.logsumexp), lambda x: jnp.exp(x) / jnp.exp(x).sum(), [X]),
     (lambda x: jnp.cumsum(x, 0), lambda x: jnp.tril(jnp.ones((4, 4))) @ x, [X]),
     (momentum, lambda x: x[0] + 0.1 * (x[1] - x[0]), [X]),
-    (lambda x: x * jnp.exp(jnp.log(0.9) * jnp.arange(-2, 6)), lambda x: x * 0.9 ** jnp.arange(-2, 6), [X]),
+    (
+        lambda x: x * jnp.exp(jnp.log(0.9) * jnp.arange(-2, 6)),
+        lambda x: x * 0.9 ** jnp.arange(-2, 6),
+        [X],
+    ),
     (attention, attention_in_blocks, [X, W]),
-    (jax.grad(lambda x, w: attention(x, w).sum()), jax.grad(lambda x, w: attention_in_blocks(x, w).sum()), [X, W]),
+    (
+        jax.grad(lambda x, w: attention(x, w).sum()),
+        jax.grad(lambda x, w: attention_in_blocks(x, w).sum()),
+        [X, W],
+    ),
     (lambda x: jnp.fft.fft(x).real, lambda x: jnp.real(jnp.fft.fft(x)), [X]),
     (lambda x: x.astype(jnp.bfloat16).sum(0), lambda x: x.sum(0).astype(jnp.bfloat16), [X]),
     (jnp.linalg.solve, lambda w, x: jnp.linalg.solve(w, x), [W, W]),
@@ -108,9 +116,18 @@ ROOTS = [
     (of_positive(lambda x: x * jnp.sqrt(x)), of_positive(lambda x: x**1.5)),
     (of_positive(lambda x: lax.rsqrt(x) / x), of_positive(lambda x: lax.rsqrt(x) ** 3)),
     (lambda x: jnp.exp(x[:, :3]) ** jnp.array([0.5, 2.0, -1.5]), powers),
-    (of_positive(lambda x: jnp.sqrt(x) * jnp.sqrt(x + 1)), of_positive(lambda x: jnp.sqrt(x * (x + 1)))),
-    (of_positive(lambda x: jnp.sqrt(x) / jnp.sqrt(x + 1)), of_positive(lambda x: jnp.sqrt(x / (x + 1)))),
-    (of_positive(lambda x: x * (x + 1)), of_positive(lambda x: (jnp.sqrt(x) * jnp.sqrt(x + 1)) ** 2)),
+    (
+        of_positive(lambda x: jnp.sqrt(x) * jnp.sqrt(x + 1)),
+        of_positive(lambda x: jnp.sqrt(x * (x + 1))),
+    ),
+    (
+        of_positive(lambda x: jnp.sqrt(x) / jnp.sqrt(x + 1)),
+        of_positive(lambda x: jnp.sqrt(x / (x + 1))),
+    ),
+    (
+        of_positive(lambda x: x * (x + 1)),
+        of_positive(lambda x: (jnp.sqrt(x) * jnp.sqrt(x + 1)) ** 2),
+    ),
     (lambda x: x**2 / (jnp.mean(x * x, -1, keepdims=True) + 1e-5), lambda x: normalize(x) ** 2),
     (lambda x: jax.vjp(normalize, x)[1](jnp.sin(x))[0], lambda x: gradient_by_hand(x, jnp.sin(x))),
 ]
@@ -148,7 +165,9 @@ def test_slight_changes_are_not(function, other, args):
 def test_results_of_another_structure_are_an_error():
     with pytest.raises(ValueError, match="whose results have the same structure"):
         differences(lambda x: x, lambda x: (x, x), X)
-    assert [found.text for found in differences(lambda x: x, lambda x: x.T, X)] == ["result 0 has another shape"]
+    assert [found.text for found in differences(lambda x: x, lambda x: x.T, X)] == [
+        "result 0 has another shape"
+    ]
     assert differences(lambda x: (x, x), lambda x: (x, 2 * x), X)[0].result == 1
 
 
@@ -157,9 +176,13 @@ def test_numpy_arrays_are_arguments_too():
 
 
 def test_what_is_nan_on_all_inputs_is_not_decided():
-    with pytest.raises(Undecided, match=r"^result 1: NaN in all inputs that were run, so nothing was compared$"):
+    with pytest.raises(
+        Undecided, match=r"^result 1: NaN in all inputs that were run, so nothing was compared$"
+    ):
         same(lambda x: (x, jnp.log(-1 - x * x)), lambda x: (x, jnp.log(-2 - x * x)), X)
-    with pytest.raises(Undecided, match=r"^result 0: 25% of 32 entries are NaN in all inputs that were run"):
+    with pytest.raises(
+        Undecided, match=r"^result 0: 25% of 32 entries are NaN in all inputs that were run"
+    ):
         same(lambda x: x.at[0].set(jnp.nan), lambda x: x.at[0].multiply(jnp.nan), X)
     assert same(jnp.log, lambda x: 2 * jnp.log(jnp.sqrt(x)), X)
     assert not same(jnp.log, jnp.log2, X)

@@ -1,4 +1,6 @@
-"""`check` on programs of jax.shard_map as others write them: gradients around it, values between shard_maps."""
+"""`check` on programs of jax.shard_map as others write them: gradients around it, values between
+shard_maps.
+"""
 
 import contextlib
 import functools
@@ -43,7 +45,9 @@ def linearized(function, *args):
 
 
 def looped(function, *args):
-    return lax.scan(lambda total, scale: (total + jnp.sum(function(*args) * scale), None), 0.0, jnp.arange(3.0))[0]
+    return lax.scan(
+        lambda total, scale: (total + jnp.sum(function(*args) * scale), None), 0.0, jnp.arange(3.0)
+    )[0]
 
 
 def chosen(function, *args):
@@ -61,13 +65,16 @@ TRANSFORMS = {
     "grad of jit": lambda p: gradient(jax.jit(p.function())),
     "grad of scan": lambda p: gradient(functools.partial(looped, p.function())),
     "grad of cond": lambda p: gradient(functools.partial(chosen, p.function())),
-    "second derivative": lambda p: gradient(lambda *args: jnp.sum(gradient(p.function())(*args)[0])),
+    "second derivative": lambda p: gradient(
+        lambda *args: jnp.sum(gradient(p.function())(*args)[0])
+    ),
 }
 
 
 def refusal(program, transform: str) -> str | None:
     """What check says of a program under a transform; None if it accepts it."""
-    # JAX has no forward derivative of a custom_vjp. With check_vma=False it divides by devices after the second one.
+    # JAX has no forward derivative of a custom_vjp. With check_vma=False it divides by devices
+    # after the second one.
     is_forward = transform in ("jvp", "linearize") and "custom_vjp" in program.name
     if is_forward or (transform == "second derivative" and not program.vma):
         return "not tried" if program.how else None
@@ -79,17 +86,27 @@ def refusal(program, transform: str) -> str | None:
 
 
 def mistakes(seeds, transforms) -> list[str]:
-    """Right programs that are refused, and wrong ones that are accepted and differ, of the seeds."""
-    cases = ((program, transform) for seed in seeds for transform in transforms(seed) for program in draw(seed))
+    """Right programs that are refused, and wrong ones that are accepted and differ, of the
+    seeds.
+    """
+    cases = (
+        (program, transform)
+        for seed in seeds
+        for transform in transforms(seed)
+        for program in draw(seed)
+    )
     return [
         f"{transform} of {program.name} ({program.how or 'right'})"
         for program, transform in cases
         if (refusal(program, transform) is None) == bool(program.how)
-        if not program.how or program.differs(TRANSFORMS[transform])  # the sum of a gradient may undo what is wrong
+        # the sum of a gradient may undo what is wrong
+        if not program.how or program.differs(TRANSFORMS[transform])
     ]
 
 
-@pytest.mark.parametrize("seeds", [range(11), pytest.param(range(11, COUNT), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "seeds", [range(11), pytest.param(range(11, COUNT), marks=pytest.mark.long)]
+)
 def test_programs_keep_their_verdict_under_a_transform(seeds):
     names = list(TRANSFORMS)
     assert mistakes(seeds, lambda seed: [names[seed % len(names)]]) == []
@@ -119,13 +136,20 @@ def total(x):
 
 
 def through_a_loop(x):
-    sums = lax.scan(lambda _, scale: (None, mapped(sum_of_block, BLOCKS, STACKED)(x * scale)), None, jnp.arange(3.0))[1]
+    sums = lax.scan(
+        lambda _, scale: (None, mapped(sum_of_block, BLOCKS, STACKED)(x * scale)),
+        None,
+        jnp.arange(3.0),
+    )[1]
     return lax.scan(lambda _, row: (None, mapped(total, STACKED, P())(row)), None, sums)[1]
 
 
 def carried(x):
     def step(kept, _):
-        return (mapped(sum_of_block, BLOCKS, STACKED)(x) + 0 * kept, mapped(total, STACKED, P())(kept))
+        return (
+            mapped(sum_of_block, BLOCKS, STACKED)(x) + 0 * kept,
+            mapped(total, STACKED, P())(kept),
+        )
 
     return lax.scan(step, mapped(sum_of_block, BLOCKS, STACKED)(x), None, length=2)[1]
 
@@ -140,13 +164,18 @@ def array(make):
 
 
 def swapped(x):
-    kept, whole = KEPT(x), mapped(lambda x: vary(lax.psum(x, ("d", "t")).sum()[None]), BLOCKS, STACKED)(x)
+    kept, whole = (
+        KEPT(x),
+        mapped(lambda x: vary(lax.psum(x, ("d", "t")).sum()[None]), BLOCKS, STACKED)(x),
+    )
     pair = lax.cond(x.sum() > 0, lambda *pair: pair, lambda *pair: pair[::-1], kept, whole)
     return mapped(lambda kept, _: total(kept), (STACKED, STACKED), P())(*pair)
 
 
 def mean_of_rows(x):
-    return lax.pcast(jnp.broadcast_to(lax.psum(x.sum(), "d") / lax.axis_size("d"), x.shape), "d", to="varying")
+    return lax.pcast(
+        jnp.broadcast_to(lax.psum(x.sum(), "d") / lax.axis_size("d"), x.shape), "d", to="varying"
+    )
 
 
 def part_or_rows(x):
@@ -160,7 +189,11 @@ scaled = mapped(lambda x, scale: x * scale, (BLOCKS, P()), BLOCKS)
 KEPT = mapped(sum_of_block, BLOCKS, STACKED)
 CLAIMED = mapped(lambda x: x.sum(), BLOCKS, P(), check_vma=False)
 summed_up = mapped(lambda x: lax.psum(x, "d"), P(), P(), check_vma=False)
-NUMBER, MISSING, OF_BLOCKS = "a number that depends on the mesh", "a reduction is missing", "do not make up what"
+NUMBER, MISSING, OF_BLOCKS = (
+    "a number that depends on the mesh",
+    "a reduction is missing",
+    "do not make up what",
+)
 PASSED = {  # a function, and what is wrong
     "to a shard_map with the same spec": (lambda x: mapped(total, STACKED, P())(KEPT(x)), None),
     "with another order of axes": (lambda x: mapped(total, P(("t", "d")), P())(KEPT(x)), None),
@@ -181,22 +214,35 @@ PASSED = {  # a function, and what is wrong
         lambda x: (lambda total: scaled(x, total if devices() == 1 else 1.0))(x.sum()),
         NUMBER,
     ),
-    "a number as a result": (lambda x: (scaled(x, 1.0), float(devices())), "result 1: 100% of 1 entries differ"),
-    "a part that is summed": (lambda x: summed_up(x.sum() / jax.sharding.get_abstract_mesh().shape["d"]), None),
+    "a number as a result": (
+        lambda x: (scaled(x, 1.0), float(devices())),
+        "result 1: 100% of 1 entries differ",
+    ),
+    "a part that is summed": (
+        lambda x: summed_up(x.sum() / jax.sharding.get_abstract_mesh().shape["d"]),
+        None,
+    ),
     "a part that is not": (
         lambda x: mapped(jnp.sin, P(), P())(x.sum() / devices()),
         "a number that depends on the mesh",
     ),
     "a complex number": (lambda x: scaled(x, 1 + 1j * devices()), NUMBER),
     "a part by numbers": (
-        lambda x: mapped(jnp.sin, BLOCKS, BLOCKS)(x / array(lambda n: np.arange(1, 129).reshape(8, 16) ** n)),
+        lambda x: mapped(jnp.sin, BLOCKS, BLOCKS)(
+            x / array(lambda n: np.arange(1, 129).reshape(8, 16) ** n)
+        ),
         OF_BLOCKS,
     ),
     "a part or rows": (part_or_rows, "depends on the mesh"),
     "either of two": (swapped, MISSING),
-    "ones for each device": (lambda x: scaled(x, jnp.sum(array(np.ones))), "it is 8 times what one device computes"),
+    "ones for each device": (
+        lambda x: scaled(x, jnp.sum(array(np.ones))),
+        "it is 8 times what one device computes",
+    ),
     "ones for each row of a block": (
-        lambda x: mapped(lambda x: x / jnp.sum(jnp.asarray(np.ones(x.shape[0]))), BLOCKS, BLOCKS)(x),
+        lambda x: mapped(lambda x: x / jnp.sum(jnp.asarray(np.ones(x.shape[0]))), BLOCKS, BLOCKS)(
+            x
+        ),
         "it is 0.5 times what one device computes",
     ),
     "a part as a result": (lambda x: x.sum() / devices(), NUMBER),
@@ -214,7 +260,9 @@ def test_what_passes_between_shard_maps(name):
 
 def test_manual_axes_are_refused():
     mesh = AbstractMesh((2, 4), ("d", "t"), axis_types=(AxisType.Manual,) * 2)
-    with pytest.raises(ValueError, match=r"has Manual axes, as inside of jax\.shard_map: make them"):
+    with pytest.raises(
+        ValueError, match=r"has Manual axes, as inside of jax\.shard_map: make them"
+    ):
         check(mapped(lambda x: x, BLOCKS, BLOCKS), X, mesh=mesh)
 
 
@@ -239,7 +287,13 @@ def gradient_of_gathered(cast):
 
 ROWS = np.array([[0, 1], [1, 1], [1, 0], [0, 0]], np.float32)
 SUMMED = {  # the program, its arguments and specs
-    "different samples": (gradients_of_samples, [ROWS], P("d"), P("d"), "dim 0 of operand 0 is sharded over d"),
+    "different samples": (
+        gradients_of_samples,
+        [ROWS],
+        P("d"),
+        P("d"),
+        "dim 0 of operand 0 is sharded over d",
+    ),
     "the same loss": (
         gradient_of_gathered,
         [ROWS, ROWS[1]],
@@ -256,10 +310,16 @@ def test_a_gradient_that_jax_sums_is_refused_where_it_is_taken(name):
     mesh = AbstractMesh((2,), ("d",))
     with pytest.raises(ShardError, match=rf"^\S*test_shard_map.py:\d+: psum: {problem}"):
         check(program(lambda w: w), *args, mesh=mesh, in_specs=specs, out_specs=outs)
-    check(program(lambda w: lax.pcast(w, "d", to="varying")), *args, mesh=mesh, in_specs=specs, out_specs=outs)
+    check(
+        program(lambda w: lax.pcast(w, "d", to="varying")),
+        *args,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=outs,
+    )
 
 
-# ---- a residual stream inside of jax.shard_map: with check_vma=False each device gets a part of its gradient
+# ---- a residual stream inside of jax.shard_map: with check_vma=False each device gets a part of it
 
 
 def stream(share, is_looped=False):
@@ -267,7 +327,11 @@ def stream(share, is_looped=False):
         def layer(x, _):
             return (x * share() + lax.psum(jnp.tanh(x @ up) @ down, "t"), None)
 
-        return lax.scan(layer, x, None, length=2)[0] if is_looped else layer(layer(x, None)[0], None)[0]
+        return (
+            lax.scan(layer, x, None, length=2)[0]
+            if is_looped
+            else layer(layer(x, None)[0], None)[0]
+        )
 
     of = mapped(body, (P("d"), P(None, "t"), P("t")), P("d"), check_vma=False)
     return jax.grad(lambda *args: jnp.sum(jnp.sin(of(*args))), argnums=(0, 1, 2))
@@ -279,11 +343,15 @@ SQUARE = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 @pytest.mark.parametrize("is_looped", [False, True])
 def test_a_gradient_passes_by_a_layer_and_through_it(is_looped):
     check(stream(lambda: 1.0, is_looped), X, SQUARE, SQUARE, mesh=MESH)
-    with pytest.raises(ShardError, match=r"number that depends on the mesh|partial sum over t is combined"):
+    with pytest.raises(
+        ShardError, match=r"number that depends on the mesh|partial sum over t is combined"
+    ):
         check(stream(lambda: lax.axis_size("t"), is_looped), X, SQUARE, SQUARE, mesh=MESH)
 
 
-@pytest.mark.parametrize(("share", "problem"), [(4, None), (2, NUMBER), (1, "is added to a partial sum over t")])
+@pytest.mark.parametrize(
+    ("share", "problem"), [(4, None), (2, NUMBER), (1, "is added to a partial sum over t")]
+)
 def test_what_all_devices_have_is_added_to_a_partial_sum_as_parts(share, problem):
     def body(x, y):
         return lax.psum(x.sum(1) + y / (share if lax.axis_size("t") > 1 else 1), "t")
@@ -293,7 +361,7 @@ def test_what_all_devices_have_is_added_to_a_partial_sum_as_parts(share, problem
         check(function, X, jax.ShapeDtypeStruct((8,), jnp.float32), mesh=MESH)
 
 
-# ---- a whole training step, as JAX programs are written: shard_map for the layers, and the rest outside
+# ---- a whole training step, as JAX programs are written: shard_map for the layers, and the rest ou
 
 
 def training_step(check_vma):
@@ -338,13 +406,19 @@ def training_step(check_vma):
     return step
 
 
-WEIGHTS = {"embed": (64, 32), "out": (32, 64), "layers": {"qkv": (3, 32, 96), "up": (3, 32, 64), "down": (3, 64, 32)}}
+WEIGHTS = {
+    "embed": (64, 32),
+    "out": (32, 64),
+    "layers": {"qkv": (3, 32, 96), "up": (3, 32, 64), "down": (3, 64, 32)},
+}
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_training_step(check_vma):
     shapes = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), WEIGHTS, is_leaf=lambda x: isinstance(x, tuple)
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32),
+        WEIGHTS,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
     check(training_step(check_vma), shapes, tokens, tokens, mesh=MESH)

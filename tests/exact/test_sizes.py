@@ -1,4 +1,6 @@
-"""Programs that are wrong only at large sizes: each is refused or named from runs at small sizes."""
+"""Programs that are wrong only at large sizes: each is refused or named from runs at small
+sizes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +142,9 @@ def with_scale(x: f32["B/d L K/t"]) -> f32["B/d L K/t"]:
 
 
 def ring(x: f32["B/d L"]) -> f32["L"]:
-    """Right: a ring of as many turns as there are devices, with an index of the block that arrives."""
+    """Right: a ring of as many turns as there are devices, with an index of the block that
+    arrives.
+    """
     n = lax.axis_size("d")
 
     def body(i, carry):
@@ -156,14 +160,18 @@ def ring(x: f32["B/d L"]) -> f32["L"]:
 
 def at(body, number, monkeypatch):
     """The program and its jaxpr in the trace of this number, and its mesh."""
-    monkeypatch.setattr(programs, "SIZES", programs.SIZES | {name: of[number] for name, of in DIMS.items()})
+    monkeypatch.setattr(
+        programs, "SIZES", programs.SIZES | {name: of[number] for name, of in DIMS.items()}
+    )
     it = program(body)
     mesh = {axis: AXES[axis][number] for axis in it.axes}
     return it, traced(it, tuple(mesh.values())), mesh
 
 
 def findings(body, monkeypatch):
-    """What is found of the real program without running it: by sizes, by small runs, by coverage."""
+    """What is found of the real program without running it: by sizes, by small runs, by
+    coverage.
+    """
     (_, real, mesh), *small = [at(body, number, monkeypatch) for number in range(3)]
     other = sizes.compare([real, *(jaxpr for _, jaxpr, _ in small)], DIMS, AXES)
     differences, undecided = [], []
@@ -221,15 +229,24 @@ def test_numbers_that_sizes_give_are_one_program(function):
             lambda x, n: x[: 11 if n < 100 else 500],
             "500 (11 and 11 in the small programs) of limit_indices is no product",
         ),
-        (lambda x, n: x + (n + 2), "a constant that no product of sizes explains: 514.0 (14.0 and 22.0"),
+        (
+            lambda x, n: x + (n + 2),
+            "a constant that no product of sizes explains: 514.0 (14.0 and 22.0",
+        ),
         (
             lambda x, n: x * np.where(np.arange(n) < 32, 1.0, 2.0),
             "a constant that no product of sizes explains: (512,)",
         ),
         (lambda x, n: jnp.sin(x) if n < 100 else jnp.cos(x), "another equation: cos (sin and sin"),
         (lambda x, n: x - x * 2 if n < 100 else x * 2 - x, "another operand"),
-        (lambda x, n: x.reshape(-1, max(n // 512, 1) if n > 100 else 2), "one entry is another case"),
-        (lambda x, n: x.astype(jnp.bfloat16 if n > 100 else jnp.float32) + 1, "another equation: convert_element_type"),
+        (
+            lambda x, n: x.reshape(-1, max(n // 512, 1) if n > 100 else 2),
+            "one entry is another case",
+        ),
+        (
+            lambda x, n: x.astype(jnp.bfloat16 if n > 100 else jnp.float32) + 1,
+            "another equation: convert_element_type",
+        ),
         (lambda x, n: lax.cumsum(x, reverse=n > 100), "reverse: True (False and False"),
     ],
 )
@@ -250,10 +267,18 @@ def test_a_number_with_two_small_traces_is_hardly_mistaken():
     }
     three = Monomials(dims, {"d": (64, 2, 3)})
     two = Monomials({name: of[:2] for name, of in dims.items()}, {"d": (64, 2)})
-    right = [(4096, 16, 28), (64, 12, 30), (4096 * 14336, 24 * 28, 90 * 99), (4095, 15, 27), (524288, 128, 336)]
+    right = [
+        (4096, 16, 28),
+        (64, 12, 30),
+        (4096 * 14336, 24 * 28, 90 * 99),
+        (4095, 15, 27),
+        (524288, 128, 336),
+    ]
     assert all(map(three.explain, right))
     wrong = [
-        (change(n), *small) for n, *small in right for change in (lambda n: 2 * n, lambda n: 3 * n, lambda n: n + 2)
+        (change(n), *small)
+        for n, *small in right
+        for change in (lambda n: 2 * n, lambda n: 3 * n, lambda n: n + 2)
     ]
     assert not any(map(three.explain, wrong))
     assert any(two.explain(of[:2]) for of in wrong)

@@ -1,4 +1,6 @@
-"""`check` on functions of other projects: bodies with specs, functions that map, any kind of mesh."""
+"""`check` on functions of other projects: bodies with specs, functions that map, any kind of
+mesh.
+"""
 
 from typing import Any
 
@@ -35,7 +37,9 @@ WRONG = r"\nwrong: it does not compute what one device computes"
 
 
 def verdict(problem, function, *args, mesh=AUTO, **specs):
-    """Accepted, or refused with what the regular expression `problem` finds, at a line of this file."""
+    """Accepted, or refused with what the regular expression `problem` finds, at a line of this
+    file.
+    """
     if problem is None:
         return check(function, *args, mesh=mesh, **specs)
     with pytest.raises(ShardError, match=problem):
@@ -59,7 +63,12 @@ def test_a_lookup_of_other_than_all_rows_of_a_block_is_refused(count):
     def first(x):
         return jnp.take(x, lax.iota(jnp.int32, count), axis=0, mode="clip")
 
-    verdict(r"test_verdicts.py:\d+: gather: .*(device d=0, t=0 only|only its own block)", first, X, **SPECS)
+    verdict(
+        r"test_verdicts.py:\d+: gather: .*(device d=0, t=0 only|only its own block)",
+        first,
+        X,
+        **SPECS,
+    )
 
 
 @both_kinds
@@ -105,9 +114,15 @@ def update(state, g):
 STATE = {"w": [shape(16)]}
 OF_STATE = {"in_specs": (P("t"), BLOCKS), "out_specs": P("t")}
 FIRST: dict[str, Any] = {"in_specs": P(None, "t"), "out_specs": P(None, "t")}
-BODIES: dict = {  # the body, its arguments, its specs, what is wrong; other bodies are in tests/programs
+# the body, its arguments, its specs, what is wrong; other bodies are in tests/programs
+BODIES: dict = {
     "to a host and back": (lambda x: right(there_and_back(x)), [X], SPECS, None),
-    "reduced from a host": (lambda x: lax.psum(there_and_back(x.sum()), ("d", "t")) * x, [X], SPECS, None),
+    "reduced from a host": (
+        lambda x: lax.psum(there_and_back(x.sum()), ("d", "t")) * x,
+        [X],
+        SPECS,
+        None,
+    ),
     "wrong on a host": (lambda x: wrong(there_and_back(x)), [X], SPECS, OWN_MAXIMUM),
     "pytrees": (lambda state, g: update(state, g.mean(0)), [STATE, X], OF_STATE, None),
     # JAX traces a slice of one entry as a squeeze.
@@ -118,7 +133,12 @@ BODIES: dict = {  # the body, its arguments, its specs, what is wrong; other bod
         "it is right on device d=0, t=0 only",
     ),
     "largest of one": (lambda x: x + lax.pmax(x.max(1), "t")[:, None], [shape(6, 4)], FIRST, None),
-    "wrong": (lambda x: x.sum(1), [X], {**SPECS, "out_specs": P("d")}, r"\nwrong: it does not compute[^\n]*$"),
+    "wrong": (
+        lambda x: x.sum(1),
+        [X],
+        {**SPECS, "out_specs": P("d")},
+        r"\nwrong: it does not compute[^\n]*$",
+    ),
     "of no rule": (on_host, [X], SPECS, r"\nnot decided, though it may be right[^\n]*$"),
 }
 
@@ -155,12 +175,16 @@ def test_outside_of_shard_map(name):
 
 
 def test_a_jitted_function_on_one_mesh_after_the_other():
-    """Collectives along one device have another form, which JAX's cache of traced functions has to know."""
+    """Collectives along one device have another form, which JAX's cache of traced functions has to
+    know.
+    """
 
     @jax.jit
     @typed_shard_map
     def body(x: f32["B M/d"], w: f32["M F/t"]) -> f32["B F/t"]:
-        x = shardops.replicate("... -> ... *t", shardops.all_gather("B M/d -> B M", x, replicated=True))
+        x = shardops.replicate(
+            "... -> ... *t", shardops.all_gather("B M/d -> B M", x, replicated=True)
+        )
         return shardops.einsum_unreduced("B M, M F/t -> B F/t", x, w)
 
     for sizes in ((2, 4), (1, 8), (8, 1), (2, 4)):
@@ -169,7 +193,8 @@ def test_a_jitted_function_on_one_mesh_after_the_other():
 
 
 def in_chunks(of_chunk):
-    """Sums of_chunk(rows, all weights of these) over chunks, each of some rows of each of the four blocks of rows.
+    """Sums of_chunk(rows, all weights of these) over chunks, each of some rows of each of the four
+    blocks of rows.
 
     There are three chunks on a mesh, and one on one device.
     """
@@ -199,7 +224,10 @@ CHUNKS = {  # what is computed of each chunk, and what is wrong with it
     "other weights": (lambda x, w: (gathered(x).T @ w[::-1], x), WRONG),
     "a mean": (lambda x, w: (gathered(x).T @ w / len(w), x), WRONG),
     "a softmax": (lambda x, w: (jax.nn.softmax(gathered(x), 0).T @ w, x), WRONG),
-    "running sums": (lambda x, w: (gathered(x).T @ w, scattered(jnp.cumsum(gathered(x), 0))), WRONG),
+    "running sums": (
+        lambda x, w: (gathered(x).T @ w, scattered(jnp.cumsum(gathered(x), 0))),
+        WRONG,
+    ),
 }
 
 
@@ -212,12 +240,19 @@ def test_as_many_chunks_as_a_mesh_has_devices_or_more(name):
     function, problem = CHUNKS[name]
     mesh = AbstractMesh((4,), ("t",), axis_types=(AxisType.Explicit,))
     args = shape(24, 16), shape(24, 16)
-    verdict(problem and rf"(?s)^\S*test_verdicts.py:\d+: .*{problem}", in_chunks(function), *args, mesh=mesh)
+    verdict(
+        problem and rf"(?s)^\S*test_verdicts.py:\d+: .*{problem}",
+        in_chunks(function),
+        *args,
+        mesh=mesh,
+    )
 
 
 def test_what_cannot_be_traced_on_several_meshes():
     mesh = MESHES["of devices"](AxisType.Auto)
-    with pytest.raises(ValueError, match=r"bound to a mesh.* in check\(body, \*args, mesh=mesh, in_specs="):
+    with pytest.raises(
+        ValueError, match=r"bound to a mesh.* in check\(body, \*args, mesh=mesh, in_specs="
+    ):
         check(jax.shard_map(right, mesh=mesh, **SPECS), X, mesh=mesh)
     with pytest.raises(ValueError, match="no mesh is set: pass one"):
         check(right, X, **SPECS)
@@ -225,7 +260,9 @@ def test_what_cannot_be_traced_on_several_meshes():
 
 def test_the_gradient_of_a_function_that_calls_shard_map():
     def loss(x, w):
-        y = jax.shard_map(lambda x, w: lax.psum(x @ w, "t"), in_specs=(P("d", "t"), P("t")), out_specs=P("d"))(x, w)
+        y = jax.shard_map(
+            lambda x, w: lax.psum(x @ w, "t"), in_specs=(P("d", "t"), P("t")), out_specs=P("d")
+        )(x, w)
         return jnp.mean(y**2)
 
     check(jax.grad(loss, argnums=1), shape(8, 16), shape(16, 4), mesh=AUTO)
@@ -237,7 +274,10 @@ def test_a_ring_may_draw_by_a_key(is_made):
         total, n = jnp.float32(0), lax.axis_size("d")
         for _ in range(n):
             scale = jax.random.normal(jax.random.fold_in(key, 3) if is_made else key)
-            total, x = total + scale * jnp.sum(x), lax.ppermute(x, "d", [(i, (i + 1) % n) for i in range(n)])
+            total, x = (
+                total + scale * jnp.sum(x),
+                lax.ppermute(x, "d", [(i, (i + 1) % n) for i in range(n)]),
+            )
         return total
 
     mesh, specs = AbstractMesh((2,), ("d",)), (P(), P("d"))
@@ -246,7 +286,9 @@ def test_a_ring_may_draw_by_a_key(is_made):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "tanh", "sigmoid", "softplus", "elu", "log_softmax"])
+@pytest.mark.parametrize(
+    "name", ["gelu", "silu", "relu", "tanh", "sigmoid", "softplus", "elu", "log_softmax"]
+)
 def test_activations_of_this_jax_are_proved(name):
     """With their gradients, for which a new jax may have primitives of its own."""
     function = getattr(jax.nn, name)
@@ -275,7 +317,14 @@ def test_two_calls_of_one_function_of_which_one_is_wrong():
     specs = P("d"), P("d", "t")
     for axis in (0, 1):
         line = unit.__code__.co_firstlineno + 1
-        verdict(rf"(?s)^\S*test_verdicts.py:{line}: div: ", along(axis), X, X, in_specs=specs, out_specs=specs)
+        verdict(
+            rf"(?s)^\S*test_verdicts.py:{line}: div: ",
+            along(axis),
+            X,
+            X,
+            in_specs=specs,
+            out_specs=specs,
+        )
 
 
 # ---- what a verdict stands on
@@ -287,13 +336,16 @@ def test_dtypes_that_depend_on_the_mesh_are_named():
         return (2 * x.astype(dtype)).astype(jnp.float32)
 
     problem = (
-        r"test_verdicts.py:\d+: computes bfloat16 on the mesh, float32 on one device\n  remedy: compute in one dtype"
+        r"test_verdicts.py:\d+: computes bfloat16 on the mesh, float32 on one device\n  "
+        r"remedy: compute in one dtype"
     )
     verdict(problem, body, X, **SPECS)
 
 
 def test_large_shapes_are_refused_before_anything_is_run():
-    problem = "^the program cannot be run: it computes .* entries, more than .*: pass smaller shapes"
+    problem = (
+        "^the program cannot be run: it computes .* entries, more than .*: pass smaller shapes"
+    )
     verdict(problem, right, shape(2**14, 2**14), **SPECS)
 
 
@@ -308,23 +360,40 @@ def until(limit):
 
 def test_loops_may_end_at_any_time_but_must_end():
     halve = jax.vmap(until(1e-3))
-    check(lambda x: halve(x), shape(8, 4), mesh=AUTO, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    check(
+        lambda x: halve(x),
+        shape(8, 4),
+        mesh=AUTO,
+        in_specs=P("d"),
+        out_specs=P("d"),
+        check_vma=False,
+    )
     verdict(r"test_verdicts.py:\d+: while: .* entries", until(-1.0), X, **SPECS, check_vma=False)
 
 
-@pytest.mark.parametrize("perm", [[(0, 4)], [(4, 0)], [(0, 1), (0, 2)]], ids=["to none", "from none", "twice"])
+@pytest.mark.parametrize(
+    "perm", [[(0, 4)], [(4, 0)], [(0, 1), (0, 2)]], ids=["to none", "from none", "twice"]
+)
 def test_a_permutation_names_devices_that_exist_once(perm):
     def body(x):
         return lax.ppermute(x, "t", perm if lax.axis_size("t") > 1 else [(0, 0)])
 
-    verdict(r"test_verdicts.py:\d+: ppermute: .*of 4 devices, .* has one twice, or one that does not", body, X, **SPECS)
+    verdict(
+        r"test_verdicts.py:\d+: ppermute: .*of 4 devices, .* has one twice, or one that does not",
+        body,
+        X,
+        **SPECS,
+    )
 
 
 def test_a_collective_in_a_branch_that_not_all_devices_take_names_the_branch():
     def body(x):
         return lax.cond(lax.axis_index("t") == 0, lambda x: lax.psum(x, "t"), lambda x: 2 * x, x)
 
-    problem = r"test_verdicts.py:\d+: psum: not all devices of t reach it: cond at \S*test_verdicts.py:\d+ decides"
+    problem = (
+        r"test_verdicts.py:\d+: psum: not all devices of t reach it: cond at "
+        r"\S*test_verdicts.py:\d+ decides"
+    )
     verdict(problem, body, X, **SPECS, check_vma=False)
 
 
@@ -341,7 +410,9 @@ def look_up(shift):
     return body
 
 
-@pytest.mark.parametrize("ids", [shape(4, dtype=jnp.int32), jnp.zeros(4, jnp.int32)], ids=["a type", "one value"])
+@pytest.mark.parametrize(
+    "ids", [shape(4, dtype=jnp.int32), jnp.zeros(4, jnp.int32)], ids=["a type", "one value"]
+)
 def test_integers_reach_all_that_they_look_up(ids):
     specs: dict[str, Any] = {"in_specs": (P("t"), P()), "out_specs": P()}
     check(look_up(0), shape(24, 3), ids, mesh=AUTO, **specs)
@@ -349,7 +420,9 @@ def test_integers_reach_all_that_they_look_up(ids):
 
 
 def test_integers_of_several_values_are_taken_as_they_are():
-    """A permutation writes each row once; with other integers, rows of several devices would be added up."""
+    """A permutation writes each row once; with other integers, rows of several devices would be
+    added up.
+    """
 
     def body(x, rows):
         return lax.psum(jnp.zeros((8, 16)).at[rows].set(x), "d")
@@ -388,7 +461,9 @@ def test_roots_of_drawn_numbers_are_compared_where_these_are_positive():
 
 
 @pytest.mark.parametrize("number", [77, 1000, -100])
-@pytest.mark.parametrize("ids", [shape(dtype=jnp.int32), shape(8, dtype=jnp.int32), shape(8, dtype=jnp.uint8)], ids=str)
+@pytest.mark.parametrize(
+    "ids", [shape(dtype=jnp.int32), shape(8, dtype=jnp.int32), shape(8, dtype=jnp.uint8)], ids=str
+)
 def test_integers_reach_the_numbers_with_which_they_are_compared(ids, number):
     def masked(wrong):
         def body(x, ids):
@@ -409,9 +484,19 @@ def test_integers_that_nothing_bounds_are_also_far_from_0():
 
     def look_up_masked(x, ids):
         known = (ids >= 0) & (ids < 8)
-        return jnp.where(known[:, None], x[jnp.where(known, ids, 0)], 0) + x[ids % 8] + jnp.eye(8)[:, ids[:4] % 8]
+        return (
+            jnp.where(known[:, None], x[jnp.where(known, ids, 0)], 0)
+            + x[ids % 8]
+            + jnp.eye(8)[:, ids[:4] % 8]
+        )
 
     specs: dict[str, Any] = {"in_specs": (P(), P()), "out_specs": P(), "check_vma": False}
     verdict("axis_index", far, shape(8, 4), shape(dtype=jnp.int32), **specs)
     check(look_up_masked, shape(8, 4), shape(8, dtype=jnp.int32), mesh=AUTO, **specs)
-    check(lambda x, n: lax.fori_loop(0, n, lambda _, y: -y, x), X, shape(dtype=jnp.int32), mesh=AUTO, **specs)
+    check(
+        lambda x, n: lax.fori_loop(0, n, lambda _, y: -y, x),
+        X,
+        shape(dtype=jnp.int32),
+        mesh=AUTO,
+        **specs,
+    )

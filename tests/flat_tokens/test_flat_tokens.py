@@ -39,7 +39,9 @@ def write(path, parts, split="train", **options):
         writer.attributes["note"] = 31
         for ids, lengths in parts:
             writer.append(ids, lengths)
-    return np.concatenate([ids for ids, _ in parts]), np.concatenate([lengths for _, lengths in parts])
+    return np.concatenate([ids for ids, _ in parts]), np.concatenate(
+        [lengths for _, lengths in parts]
+    )
 
 
 @pytest.fixture
@@ -52,7 +54,9 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize(("num_documents", "num_parts"), [(1, 1), (90, 7)])
 def test_zarr_python_reads_what_was_written(tmp_path, small_chunks, num_parts, num_documents):
     rng = np.random.default_rng(num_documents)
-    ids, lengths = write(tmp_path / "d", [random_documents(rng, num_documents) for _ in range(num_parts)])
+    ids, lengths = write(
+        tmp_path / "d", [random_documents(rng, num_documents) for _ in range(num_parts)]
+    )
 
     group = zarr.open_group(str(tmp_path / "d"), mode="r")["train"]
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -80,10 +84,16 @@ def test_reads_rows_and_documents(tmp_path, small_chunks):
     ends = np.cumsum(lengths)
     array = zarr.open_group(str(tmp_path / "d"), mode="r")["train/encoded_tokens"]
     assert (array.shards, array.chunks) == ((256,), (64,))
-    assert (reader.num_tokens, reader.num_documents, reader.max_token_id) == (ids.size, lengths.size, ids.max())
+    assert (reader.num_tokens, reader.num_documents, reader.max_token_id) == (
+        ids.size,
+        lengths.size,
+        ids.max(),
+    )
 
     starts = np.array([0, 63, 200, ids.size - 300])
-    for start, row in zip(starts, reader.read(starts, np.full(4, 300)).reshape(4, 300), strict=True):
+    for start, row in zip(
+        starts, reader.read(starts, np.full(4, 300)).reshape(4, 300), strict=True
+    ):
         np.testing.assert_array_equal(flat_tokens.decode(row)[0], ids[start : start + 300])
         is_start = np.isin(np.arange(start, start + 300), ends - lengths)
         np.testing.assert_array_equal(flat_tokens.decode(row)[1], is_start)
@@ -159,7 +169,9 @@ def test_interrupted_writer_leaves_no_dataset(tmp_path, small_chunks):
 def test_failed_write_is_raised(tmp_path, small_chunks):
     writer = Writer(str(tmp_path / "d"), "train")
     (tmp_path / "d/train/encoded_tokens").mkdir(parents=True)
-    (tmp_path / "d/train/encoded_tokens/c").write_text("a file where the directory of the shards would be")
+    (tmp_path / "d/train/encoded_tokens/c").write_text(
+        "a file where the directory of the shards would be"
+    )
     writer.append(np.arange(300), np.array([300]))
     with pytest.raises(ValueError, match="encoded_tokens/c"):
         writer.close()
@@ -193,7 +205,10 @@ def truncate(path, num_bytes):
 
 
 DAMAGES = {
-    "missing starts": (lambda d: shutil.rmtree(d / "seq_starts"), "array train/seq_starts is missing"),
+    "missing starts": (
+        lambda d: shutil.rmtree(d / "seq_starts"),
+        "array train/seq_starts is missing",
+    ),
     "no marker": (lambda d: (d / "zarr.json").unlink(), "is incomplete"),
     "broken marker": (lambda d: truncate(d / "zarr.json", 20), "is not JSON"),
     "shorter array": (
@@ -231,7 +246,9 @@ def test_corrupt_byte_is_noticed(tmp_path, small_chunks):
     content = shard.read_bytes()
     for place in range(0, len(content), 23):
         shard.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(ValueError, match=r"cannot read tokens \d+ to \d+; .* corrupt: .*/encoded_tokens/c/1\""):
+        with pytest.raises(
+            ValueError, match=r"cannot read tokens \d+ to \d+; .* corrupt: .*/encoded_tokens/c/1\""
+        ):
             Reader(str(tmp_path / "d"), "train").read(np.array([256]), np.array([256]))
 
 
@@ -253,15 +270,22 @@ def test_a_dataset_that_was_replaced_is_not_read_on(tmp_path, small_chunks, how)
         write(tmp_path / "d", [(new, np.array([300, 400]))])
     if how == "half written":
         Writer(str(tmp_path / "d"), "train").append(new, np.array([300, 400]))
-    for read in (lambda: reader.read(np.array([0]), np.array([700])), lambda: reader.document_spans(np.array([1]))):
-        with pytest.raises(ValueError, match=r"d/train was replaced or deleted while it was read\. Restart the"):
+    for read in (
+        lambda: reader.read(np.array([0]), np.array([700])),
+        lambda: reader.document_spans(np.array([1])),
+    ):
+        with pytest.raises(
+            ValueError, match=r"d/train was replaced or deleted while it was read\. Restart the"
+        ):
             read()
 
 
 def test_a_damaged_dataset_of_seqax(tmp_path):
     shutil.copytree(SEQAX, tmp_path / "d")
     truncate(tmp_path / "d/validation/seq_starts/0", -10)
-    with pytest.raises(ValueError, match=r"cannot read seq_starts; .* corrupt: .*seq_starts/0.*blosc"):
+    with pytest.raises(
+        ValueError, match=r"cannot read seq_starts; .* corrupt: .*seq_starts/0.*blosc"
+    ):
         Reader(str(tmp_path / "d"), "validation")
     (tmp_path / "d/train/encoded_tokens/0").unlink()
     with pytest.raises(ValueError, match="a file is missing"):
@@ -277,7 +301,8 @@ def test_fingerprint(tmp_path, monkeypatch):
     write(tmp_path / "rewritten", [(ids, lengths)])
     write(tmp_path / "shuffled", [(np.concatenate([ids[2500:], ids[:2500]]), lengths)])
     a, moved, rewritten, shuffled = (
-        Reader(str(tmp_path / name), "train").fingerprint for name in ("a", "moved", "rewritten", "shuffled")
+        Reader(str(tmp_path / name), "train").fingerprint
+        for name in ("a", "moved", "rewritten", "shuffled")
     )
     assert a == moved == rewritten != shuffled
     assert a.startswith("5000 tokens, 100 documents, ids to 998, ")
@@ -287,8 +312,13 @@ def test_fingerprint(tmp_path, monkeypatch):
 
 def test_missing_dataset_and_split(tmp_path):
     write(tmp_path / "d", [(np.arange(10), np.array([10]))])
-    for path, split, there in ((tmp_path / "nowhere", "train", ""), (tmp_path / "d", "validation", " It has train.")):
-        with pytest.raises(ValueError, match=f"No flat-tokens split at {path}/{split}.{there} Correct the path"):
+    for path, split, there in (
+        (tmp_path / "nowhere", "train", ""),
+        (tmp_path / "d", "validation", " It has train."),
+    ):
+        with pytest.raises(
+            ValueError, match=f"No flat-tokens split at {path}/{split}.{there} Correct the path"
+        ):
             Reader(str(path), split)
 
 
@@ -311,8 +341,17 @@ def test_examples_of_the_documentation(tmp_path, monkeypatch):
     starts = zarr.open_group("data/mine.zarr", mode="r")["train/seq_starts"][:]
     assert starts.tolist() == [0, 3, 5]
     exec(program_for_seqax(), {})
-    assert Reader("data/mine_for_seqax.zarr", "train").fingerprint == Reader("data/mine.zarr", "train").fingerprint
-    assert zarr.open_group("data/mine.zarr", mode="r")["train/input_language"][:].tolist() == [0, 0, 0, 3, 3]
+    assert (
+        Reader("data/mine_for_seqax.zarr", "train").fingerprint
+        == Reader("data/mine.zarr", "train").fingerprint
+    )
+    assert zarr.open_group("data/mine.zarr", mode="r")["train/input_language"][:].tolist() == [
+        0,
+        0,
+        0,
+        3,
+        3,
+    ]
 
 
 def write_tokens(path, ids, kind):
@@ -331,20 +370,30 @@ def write_tokens(path, ids, kind):
 
 @pytest.mark.parametrize("kind", ["nanoGPT", "llm.c", "llm.c, Llama 3", "Megatron-LM", "NumPy"])
 def test_token_files_of_other_trainers(tmp_path, monkeypatch, kind):
-    """The documents between separators, over the ends of files; unconverted, a file is refused with the way."""
+    """The documents between separators, over the ends of files; unconverted, a file is refused with
+    the way.
+    """
     ids = np.random.default_rng(0).integers(0, 9, 200)
     (folder := tmp_path / "tokens").mkdir()
-    paths = [write_tokens(folder / f"{i}.bin", part, kind) for i, part in enumerate(np.split(ids, [70]))]
-    monkeypatch.setattr(sys, "argv", ["token_files.py", str(tmp_path / "d"), "train", "3", *map(str, paths)])
+    paths = [
+        write_tokens(folder / f"{i}.bin", part, kind) for i, part in enumerate(np.split(ids, [70]))
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["token_files.py", str(tmp_path / "d"), "train", "3", *map(str, paths)]
+    )
     runpy.run_path(str(Path(__file__).parents[2] / "docs/recipes/token_files.py"))
     reader = Reader(str(tmp_path / "d"), "train")
     found, is_start = flat_tokens.decode(read_whole(reader))
     assert found.tolist() == ids.tolist()
     assert is_start.tolist() == [True, *(ids[:-1] == 3)]
     for path in (str(paths[0]), str(folder)):
-        with pytest.raises(ValueError, match=r"No flat-tokens split at .* holds token ids, .*token_files\.py"):
+        with pytest.raises(
+            ValueError, match=r"No flat-tokens split at .* holds token ids, .*token_files\.py"
+        ):
             Reader(path, "train")
-        with pytest.raises(ValueError, match=r"No text file matches .* holds token ids, .*token_files\.py"):
+        with pytest.raises(
+            ValueError, match=r"No text file matches .* holds token ids, .*token_files\.py"
+        ):
             find_files([path], "train")
 
 
@@ -353,7 +402,8 @@ def program_for_seqax():
 
 
 def test_the_copy_for_seqax_is_laid_out_as_its_own_dataset(tmp_path, monkeypatch):
-    """seqax's own dataset, written by this project's writer and copied back, has the same arrays in the same files.
+    """seqax's own dataset, written by this project's writer and copied back, has the same arrays in
+    the same files.
 
     They are unpacked here as zarr v2 specifies, without zarr-python: seqax has zarr-python 2.
     """
@@ -361,7 +411,11 @@ def test_the_copy_for_seqax_is_laid_out_as_its_own_dataset(tmp_path, monkeypatch
     for split in ("train", "validation"):
         reader = Reader(str(SEQAX), split)
         ids, _ = flat_tokens.decode(read_whole(reader))
-        write("data/mine.zarr", [(ids, reader.document_spans(np.arange(reader.num_documents))[1])], split)
+        write(
+            "data/mine.zarr",
+            [(ids, reader.document_spans(np.arange(reader.num_documents))[1])],
+            split,
+        )
     exec(program_for_seqax(), {})
     copy, load = Path("data/mine_for_seqax.zarr"), lambda *path: json.loads(Path(*path).read_text())
     for group in (copy, copy / "train", copy / "validation"):
@@ -373,8 +427,15 @@ def test_the_copy_for_seqax_is_laid_out_as_its_own_dataset(tmp_path, monkeypatch
             for key in ("zarr_format", "shape", "chunks", "dtype", "order", "compressor"):
                 assert mine[key] == theirs[key]
             assert mine["filters"] is None  # theirs are the differences of seq_starts
-            files = [{x.name for x in (root / split / name).iterdir()} - {".zattrs"} for root in (copy, SEQAX)]
+            files = [
+                {x.name for x in (root / split / name).iterdir()} - {".zattrs"}
+                for root in (copy, SEQAX)
+            ]
             assert files[0] == files[1]
-            chunk = numcodecs.get_codec(mine["compressor"]).decode((copy / split / name / "0").read_bytes())
+            chunk = numcodecs.get_codec(mine["compressor"]).decode(
+                (copy / split / name / "0").read_bytes()
+            )
             values = np.frombuffer(chunk, mine["dtype"])[: mine["shape"][0]]
-            np.testing.assert_array_equal(values, zarr.open_group(str(SEQAX), mode="r")[split][name][:])
+            np.testing.assert_array_equal(
+                values, zarr.open_group(str(SEQAX), mode="r")[split][name][:]
+            )

@@ -39,7 +39,7 @@ def dataset(tmp_path, monkeypatch):
     return path
 
 
-# ---- other stores -------------------------------------------------------------------------------------------------
+# ---- other stores --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -56,11 +56,15 @@ def test_slow_answers_overlap(dataset, slow_server, monkeypatch):
     monkeypatch.setattr(flat, "CACHE_BYTES", 0)
     config = DataConfig(filespec=f"{slow_server}/d")
     loader = FlatTokensLoader(config, "train", 16, SEQ_LEN)
-    local = FlatTokensLoader(dataclasses.replace(config, filespec=str(dataset)), "train", 16, SEQ_LEN)
+    local = FlatTokensLoader(
+        dataclasses.replace(config, filespec=str(dataset)), "train", 16, SEQ_LEN
+    )
     here, there = (one.sources[None].dataset for one in (local, loader))
     assert (here.attributes, here.fingerprint) == (there.attributes, there.fingerprint)
     all_16 = np.arange(16)
-    with prefetch(lambda step: loader.sequences(step, all_16), 0, 40, 8, loader.parallel_loads) as batches:
+    with prefetch(
+        lambda step: loader.sequences(step, all_16), 0, 40, 8, loader.parallel_loads
+    ) as batches:
         start = time.perf_counter()
         for step, batch in enumerate(batches):
             jax.tree.map(np.testing.assert_array_equal, batch, local.sequences(step, all_16))
@@ -69,7 +73,9 @@ def test_slow_answers_overlap(dataset, slow_server, monkeypatch):
 
 @pytest.mark.long
 def test_an_s3_server_of_ones_own(dataset, monkeypatch):
-    """As AWS_ENDPOINT_URL names it: written there, read there, and seqax's too; what is missing is named."""
+    """As AWS_ENDPOINT_URL names it: written there, read there, and seqax's too; what is missing is
+    named.
+    """
     with S3Server() as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
@@ -78,19 +84,25 @@ def test_an_s3_server_of_ones_own(dataset, monkeypatch):
             writer.append(np.random.default_rng(0).integers(0, 1000, 2702), np.full(386, 7))
         seqax = ROOT / "tests/data/seqax_synthetic_dataset.zarr"
         files = [path for path in seqax.rglob("*") if path.is_file()]
-        server.objects |= {f"/bucket/seqax/{path.relative_to(seqax)}": path.read_bytes() for path in files}
+        server.objects |= {
+            f"/bucket/seqax/{path.relative_to(seqax)}": path.read_bytes() for path in files
+        }
         for there, here in ("s3://bucket/of/d", dataset), ("s3://bucket/seqax", seqax):
             one, other = Reader(there, "train"), Reader(str(here), "train")
             assert one.fingerprint == other.fingerprint
             documents = np.array([0, 3, other.num_documents - 1])
-            for found, expected in zip(*(x.document_spans(documents) for x in (one, other)), strict=True):
+            for found, expected in zip(
+                *(x.document_spans(documents) for x in (one, other)), strict=True
+            ):
                 np.testing.assert_array_equal(found, expected)
         with pytest.raises(ValueError, match="No flat-tokens split at s3://bucket/none/train"):
             Reader("s3://bucket/none", "train")
         assert flat_tokens.read_file(flat_tokens.open_kvstore("s3://bucket/none"), "x") is None
     monkeypatch.setattr(flat_tokens.format, "OPENING_RETRIES", 0)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    with pytest.raises(ValueError, match=r"^s3://bucket/of/d/train/zarr.json cannot be read: .* Check the address"):
+    with pytest.raises(
+        ValueError, match=r"^s3://bucket/of/d/train/zarr.json cannot be read: .* Check the address"
+    ):
         Reader("s3://bucket/of/d", "train")
 
 
@@ -103,14 +115,17 @@ def test_an_object_for_which_memory_has_no_room_is_refused(dataset, monkeypatch)
             server.objects[f"/bucket/d/{path.relative_to(dataset)}"] = path.read_bytes()
         Reader("s3://bucket/d", "train")
         for name in ("zarr.json", "encoded_tokens/c/0"):
-            whole, server.objects[f"/bucket/d/train/{name}"] = server.objects[f"/bucket/d/train/{name}"], Huge()
+            whole, server.objects[f"/bucket/d/train/{name}"] = (
+                server.objects[f"/bucket/d/train/{name}"],
+                Huge(),
+            )
             message = rf"s3://bucket/d/train/{name} cannot be read: it has more than [\d,]+"
             with pytest.raises(ValueError, match=message):
                 Reader("s3://bucket/d", "train")
             server.objects[f"/bucket/d/train/{name}"] = whole
 
 
-# ---- damage -------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 
 def truncate(path):
@@ -126,7 +141,10 @@ def spoil_index(path):
 @pytest.mark.slow
 def test_a_store_that_does_not_answer(monkeypatch):
     begin = time.monotonic()
-    with pytest.raises(ValueError, match=r"http://127.0.0.1:9/d/train/zarr.json cannot be read: .* Check the address"):
+    with pytest.raises(
+        ValueError,
+        match=r"http://127.0.0.1:9/d/train/zarr.json cannot be read: .* Check the address",
+    ):
         Reader("http://127.0.0.1:9/d", "train")
     assert time.monotonic() - begin < 60
     with pytest.raises(ValueError, match=r"127.0.0.1:9/d/unfinished.json"):
@@ -162,8 +180,12 @@ def set_attribute(path, **values):
 
 def test_ids_beyond_what_the_dataset_states(dataset):
     set_attribute(dataset, max_token_id=500)
-    loader = FlatTokensLoader(DataConfig(filespec=str(dataset)), "train", 32, SEQ_LEN, vocab_size=501)
-    with pytest.raises(ValueError, match=r"holds the token id 9.., but its attribute max_token_id is 500"):
+    loader = FlatTokensLoader(
+        DataConfig(filespec=str(dataset)), "train", 32, SEQ_LEN, vocab_size=501
+    )
+    with pytest.raises(
+        ValueError, match=r"holds the token id 9.., but its attribute max_token_id is 500"
+    ):
         loader.sequences(0, np.arange(32))
 
 
@@ -173,6 +195,8 @@ def test_an_empty_document(tmp_path):
     with Writer(path, "train") as writer:
         writer.append(np.arange(12), np.array([4, 2, 3, 3]))
     zarr.open_array(path, path="train/seq_starts", mode="r+")[2] = 4
-    found = FlatTokensLoader(DataConfig(filespec=path, sequence_packing=False, shuffle=False), "train", 4, 4)
+    found = FlatTokensLoader(
+        DataConfig(filespec=path, sequence_packing=False, shuffle=False), "train", 4, 4
+    )
     assert found.sequences(0, np.arange(4)).loss_mask.sum(axis=1).tolist() == [4, 0, 4, 3]
     FlatTokensLoader(DataConfig(filespec=path), "train", 3, 4).sequences(0, np.arange(3))

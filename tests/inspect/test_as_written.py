@@ -1,4 +1,6 @@
-"""The collectives of a program against those of its optimized HLO: real programs, edits of their text, public cases."""
+"""The collectives of a program against those of its optimized HLO: real programs, edits of their
+text, public cases.
+"""
 
 import collections
 import functools
@@ -27,15 +29,21 @@ def f32(*dims):
 
 
 def mesh_of(**sizes):
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
 
 
 def compiled(function, args, specs, out, **sizes):
     """The traced program, its mesh and its optimized text."""
     mesh = mesh_of(**sizes)
-    placed = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec), is_leaf=lambda x: isinstance(x, P))
+    placed = functools.partial(
+        jax.tree.map, lambda spec: NamedSharding(mesh, spec), is_leaf=lambda x: isinstance(x, P)
+    )
     with jax.set_mesh(mesh):
-        traced = jax.jit(function, in_shardings=placed(specs), out_shardings=placed(out)).trace(*args)
+        traced = jax.jit(function, in_shardings=placed(specs), out_shardings=placed(out)).trace(
+            *args
+        )
         return traced.jaxpr, mesh, traced.lower().compile().as_text()
 
 
@@ -74,7 +82,10 @@ def gathers_again(x):
     def again(total, _):
         return (total + jnp.cos(lax.all_gather(x, "d", tiled=True)).sum(), None)
 
-    total = jnp.sin(lax.all_gather(x, "d", tiled=True)) * jnp.tan(lax.all_gather(x, "d", tiled=True)).sum()
+    total = (
+        jnp.sin(lax.all_gather(x, "d", tiled=True))
+        * jnp.tan(lax.all_gather(x, "d", tiled=True)).sum()
+    )
     return total + lax.scan(again, 0.0, length=3)[0]
 
 
@@ -123,25 +134,34 @@ def test_what_compilers_leave_out_or_widen_is_no_difference(function, told):
     assert compared(*compiled(per_mesh, (f32(32),), (P("d"),), P("d"), d=4)) == (told, [])
 
 
-# ---- edits of the text ----------------------------------------------------------------------------------------------
+# ---- edits of the text ---------------------------------------------------------------------------
 
 OP = r"(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)"
 FOUND = re.compile(rf"^  (?:ROOT )?(%\S+) = (.*?) {OP}\((.*?)\)(.*)$", re.MULTILINE)
-REGROUPED = {"{{0,2,4,6},{1,3,5,7}}": "{{0,1,2,3},{4,5,6,7}}", "{{0,1},{2,3},{4,5},{6,7}}": "{{0,2},{1,3},{4,6},{5,7}}"}
+REGROUPED = {
+    "{{0,2,4,6},{1,3,5,7}}": "{{0,1,2,3},{4,5,6,7}}",
+    "{{0,1},{2,3},{4,5},{6,7}}": "{{0,2},{1,3},{4,6},{5,7}}",
+}
 REDUCED = {"add": "maximum", "maximum": "add"}
 
 
 def doubled(text, of):
-    return text.replace(of[0], of[0].replace("ROOT ", "").replace(of[1], f"{of[1]}.again", 1) + "\n" + of[0])
+    return text.replace(
+        of[0], of[0].replace("ROOT ", "").replace(of[1], f"{of[1]}.again", 1) + "\n" + of[0]
+    )
 
 
 def regrouped(text, of):
-    groups = re.search(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|mesh\[.*?\}(?=,))", of[5])[1]
+    groups = re.search(
+        r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|mesh\[.*?\}(?=,))", of[5]
+    )[1]
     if groups.startswith("mesh"):  # jax 0.12: the axes of a mesh
         mesh, _, axes = groups.partition(" ")
         other = "{'d'}" if axes == "{'t'}" else "{'t'}"
         return text.replace(of[0], of[0].replace(groups, f"{mesh} {other}"))
-    other = REGROUPED.get(groups) or ("{{0,1}," + groups[7:] if "pairs" in of[5] else "{{0,1,2,3},{4,5,6,7}}")
+    other = REGROUPED.get(groups) or (
+        "{{0,1}," + groups[7:] if "pairs" in of[5] else "{{0,1,2,3},{4,5,6,7}}"
+    )
     return text.replace(of[0], of[0].replace(groups, other))
 
 
@@ -149,7 +169,9 @@ def retyped(text, of):
     first = re.findall(r"%[\w.\-]+", of[4])[0]
     dims = re.search(rf"^  {re.escape(first)} = f32(\[[\d,]*\])", text, re.MULTILINE)[1]
     convert = f"  %narrow = bf16{dims} convert({first})\n"
-    return text.replace(of[0], convert + of[0].replace(f"({of[4]})", f"({of[4].replace(first, '%narrow', 1)})"))
+    return text.replace(
+        of[0], convert + of[0].replace(f"({of[4]})", f"({of[4].replace(first, '%narrow', 1)})")
+    )
 
 
 def rereduced(text, of):
@@ -189,7 +211,9 @@ def test_an_edit_of_a_collective_is_found(edit):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("settings", [{}, {"microbatches": 2}, {"compute_dtype": "bf16", "gather_weights": "step"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"microbatches": 2}, {"compute_dtype": "bf16", "gather_weights": "step"}]
+)
 def test_the_training_step_is_as_written(settings):
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         step = tiny.step(tiny.config(**settings))
@@ -204,14 +228,16 @@ def test_the_training_step_is_as_written(settings):
 
 @pytest.mark.long
 def test_a_ring_exchanges_what_the_mask_does_not_read():
-    """Of three arrays of positions a causal mask reads one, and the compiler leaves out what nothing reads."""
+    """Of three arrays of positions a causal mask reads one, and the compiler leaves out what
+    nothing reads.
+    """
     with jax.set_mesh(tiny.mesh("c=4 d=2")):
         step = tiny.step(tiny.config(context="ring"))
         text = step.lower().compile().as_text()
     assert compared(step.jaxpr, step.mesh, text)[1] == []
 
 
-# ---- what compilers put in place of a collective --------------------------------------------------------------------
+# ---- what compilers put in place of a collective -------------------------------------------------
 
 D = frozenset({(0, 1, 2, 3), (4, 5, 6, 7)})
 ANY = frozenset(map(frozenset, D))
@@ -236,7 +262,7 @@ def test_what_counts_as_a_counterpart():
     assert found == INSTEAD
 
 
-# ---- public cases: the compiler communicates more than was meant ----------------------------------------------------
+# ---- public cases: the compiler communicates more than was meant ---------------------------------
 
 Case = collections.namedtuple("Case", "thread function args specs out sizes found")
 
@@ -273,7 +299,8 @@ CASES = {
     ),
     "a Fourier transform along a whole dim": Case(
         "jax-ml/jax/issues/15680", lambda x: jnp.fft.fft(x).real, (f32(64, 1024),), (P("d"),), P("d"), {"d": 8},
-        [] if AT_LEAST_0_12 else ["all-gather over d, c64 512 KiB, 1 ×"],  # the XLA of jax 0.12 leaves it out
+        # the XLA of jax 0.12 leaves it out
+        [] if AT_LEAST_0_12 else ["all-gather over d, c64 512 KiB, 1 ×"],
     ),
     "a grouped convolution of a sharded batch": Case(
         "openxla/xla/issues/47945", grouped, (f32(32, 16, 8), f32(3, 2, 8)), (P("d"), P()), P("d"), {"d": 8},
@@ -281,21 +308,27 @@ CASES = {
     ),
     "an update of a few rows": Case(
         "EnzymeAD/Enzyme-JAX/issues/596", lambda x, y: lax.dynamic_update_slice(x, y, (3, 0)),
-        (f32(64, 16), f32(8, 16)), (P("d"), P()), P("d"), {"d": 8}, ["all-gather over d, f32 4.00 KiB, 1 ×"],
+        (f32(64, 16), f32(8, 16)), (P("d"), P()), P("d"), {"d": 8}, ["all-gather over d, f32 4.00 "
+                                                                     "KiB, 1 ×"],
     ),
 }  # fmt: skip
-"""Programs after public threads (of github.com), and what the comparison finds: none of it is written in them."""
+"""Programs after public threads (of github.com), and what the comparison finds: none of it is
+written in them."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_public_cases_are_named(name):
     case = CASES[name]
-    summary, lines = compared(*compiled(case.function, case.args, case.specs, case.out, **case.sizes))
+    summary, lines = compared(
+        *compiled(case.function, case.args, case.specs, case.out, **case.sizes)
+    )
     assert summary.startswith("0 collectives as written")
     place = rf"{HERE}:\d+"
     if AT_LEAST_0_12 and "microbatches" in name:  # XLA gives this gather no line there
         place = f"{place}|{WITHOUT_LINE}"
-    told = [re.fullmatch(rf"(?:{place}): (.*) a step, not in the source", line)[1] for line in lines]
+    told = [
+        re.fullmatch(rf"(?:{place}): (.*) a step, not in the source", line)[1] for line in lines
+    ]
     assert sorted(told) == sorted(case.found)
 
 
@@ -303,10 +336,14 @@ def test_strict_refuses_what_differs():
     jaxpr, mesh, text = every_collective()
     assert compared(jaxpr, mesh, text, strict=True) == compared(jaxpr, mesh, text)
     edited = doubled(text, FOUND.search(text))
-    with pytest.raises(ValueError, match=rf"^{HERE}:\d+: .*, not in the source\n  remedy: .*hardware\.strict=false"):
+    with pytest.raises(
+        ValueError, match=rf"^{HERE}:\d+: .*, not in the source\n  remedy: .*hardware\.strict=false"
+    ):
         compared(jaxpr, mesh, edited, strict=True)
 
 
 def test_a_loop_of_unknown_length_may_have_any():
     what = Collective("all-gather", "", D, "f32", 8)
-    assert compare([Sent(what, "train.py:1", math.inf)], [Sent(what, "train.py:1", 7)], "cpu")[1] == []
+    assert (
+        compare([Sent(what, "train.py:1", math.inf)], [Sent(what, "train.py:1", 7)], "cpu")[1] == []
+    )

@@ -1,4 +1,6 @@
-"""Models and losses that let a position see what it must not, and others: what is said of them, with which line."""
+"""Models and losses that let a position see what it must not, and others: what is said of them,
+with which line.
+"""
 
 import dataclasses
 import functools
@@ -28,7 +30,9 @@ C = rule_models.SIZES
 
 
 class Plain(train.Llama):
-    """A Llama whose layers only add `mix` of the residual stream to it, so that it is traced in no time."""
+    """A Llama whose layers only add `mix` of the residual stream to it, so that it is traced in no
+    time.
+    """
 
     def mix(self, x, tokens):
         return 0 * x
@@ -103,7 +107,9 @@ def means(x, tokens):
     """Means over positions within a document, of an array that is another one in training."""
     same = tokens.document[:, :, None] == tokens.document[:, None]
     mask = np.ones((x.shape[1],) * 2) if tokens.training else np.tri(x.shape[1])
-    return jnp.einsum("bls,bsm->blm", jnp.where(same, jnp.asarray(mask, x.dtype), 0) / x.shape[1], x)
+    return jnp.einsum(
+        "bls,bsm->blm", jnp.where(same, jnp.asarray(mask, x.dtype), 0) / x.shape[1], x
+    )
 
 
 def of_halves(x, _):
@@ -113,8 +119,12 @@ def of_halves(x, _):
 
 
 def shifted_within(n, least):
-    """A shift of n positions, or of all, for those that have so many before them in the document."""
-    return lambda x, t: jnp.where(t.positions[..., None] >= min(least, x.shape[1]), shift(x, min(n, x.shape[1])), 0)
+    """A shift of n positions, or of all, for those that have so many before them in the
+    document.
+    """
+    return lambda x, t: jnp.where(
+        t.positions[..., None] >= min(least, x.shape[1]), shift(x, min(n, x.shape[1])), 0
+    )
 
 
 def in_document(mask):
@@ -162,7 +172,7 @@ def over_peak(s):
     return unit(jnp.exp(s - jnp.max(s, -1, keepdims=True)))
 
 
-# ---- layers of sequences that are one document ----------------------------------------------------------------------
+# ---- layers of sequences that are one document ---------------------------------------------------
 
 
 def linear_attention(x, _):
@@ -175,7 +185,9 @@ def recurrence(reverse):
         def step(h, x):
             return 0.5 * h + jnp.tanh(x + h), h * x
 
-        return jnp.moveaxis(lax.scan(step, 0 * x[:, 0], jnp.moveaxis(x, 1, 0), reverse=reverse)[1], 0, 1)
+        return jnp.moveaxis(
+            lax.scan(step, 0 * x[:, 0], jnp.moveaxis(x, 1, 0), reverse=reverse)[1], 0, 1
+        )
 
     return mix
 
@@ -184,7 +196,9 @@ def convolution(*pad, dilation=1):
     def mix(x, _):
         w = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, x.shape[-1])), x.dtype)
         options = {"rhs_dilation": (dilation,), "feature_group_count": x.shape[-1]}
-        return lax.conv_general_dilated(x, w, (1,), [pad], dimension_numbers=("NWC", "WIO", "NWC"), **options)
+        return lax.conv_general_dilated(
+            x, w, (1,), [pad], dimension_numbers=("NWC", "WIO", "NWC"), **options
+        )
 
     return mix
 
@@ -200,7 +214,9 @@ def experts(x, _):
     """A choice of two of three experts by each position."""
     gates, at = lax.top_k(x @ jnp.ones((x.shape[-1], 3), x.dtype).at[0, 1].set(3), 2)
     outputs = jnp.stack([jnp.sin((i + 1) * x) for i in range(3)], 2)
-    return jnp.sum(jax.nn.softmax(gates)[..., None] * jnp.take_along_axis(outputs, at[..., None], 2), 2)
+    return jnp.sum(
+        jax.nn.softmax(gates)[..., None] * jnp.take_along_axis(outputs, at[..., None], 2), 2
+    )
 
 
 def solved(x, _):
@@ -220,7 +236,9 @@ def inverse(mask):
 
 
 def rest(to=lambda low: low):
-    """The sum of the own position and the earlier ones: of all, less that of the later ones, which `to` exchanges."""
+    """The sum of the own position and the earlier ones: of all, less that of the later ones, which
+    `to` exchanges.
+    """
 
     def mix(x, _):
         d = jnp.cumsum(jnp.flip(x, 1), 1)
@@ -239,7 +257,9 @@ def until(x, _):
 
 
 def by_length(x, tokens):
-    """Right uses of the length, and of numbers that positions reach; a mask times -10000, as in GPT-2."""
+    """Right uses of the length, and of numbers that positions reach; a mask times -10000, as in
+    GPT-2.
+    """
     scaled = x * np.log(x.shape[1]) / np.sqrt(x.shape[1])
     place, scores = tokens.mask_positions.index[0], jnp.einsum("blm,bsm->bls", x, x)
     attended = jax.nn.softmax(scores + (1.0 - (place[:, None] >= place)) * -1e4) @ x
@@ -291,22 +311,31 @@ OF_ONE_DOCUMENT = {  # without a document mask
     "until": (until, f"{HERE}.*depend"),
 }
 IN_TRAINING = {  # that leak in training alone
-    "next": (mixed(lambda x, t: jnp.roll(x, -1, 1) if t.training else 0 * x), f"{HERE}slice: .*{LATER}"),
+    "next": (
+        mixed(lambda x, t: jnp.roll(x, -1, 1) if t.training else 0 * x),
+        f"{HERE}slice: .*{LATER}",
+    ),
     "rule": (RuledInTraining, f"layer 0, in training, {AHEAD}"),
     "an array": (mixed(means), f"{HERE}matmul: .*{LATER}"),
 }
-UNDECIDED = {"inverse of a triangle": inverse(lambda n: np.tri(n, k=-1))}  # causal, by a function without laws
-LARGER = {  # that leak beyond the small sizes at which they run: the model, and the line that names what they do there
-    "one too far": (mixed(shifted_within(99, 98)), f"{HERE}pvary: a constant that no product of sizes explains: 98"),
+# causal, by a function without laws
+UNDECIDED = {"inverse of a triangle": inverse(lambda n: np.tri(n, k=-1))}
+# that leak beyond the small sizes at which they run: the model, and the line that names what they
+# do there
+LARGER = {
+    "one too far": (mixed(shifted_within(99, 98)), f"{HERE}pvary: a constant that no product of "
+                                                   "sizes explains: 98"),
     "halves": (mixed(of_halves), f"{HERE}reshape: a dim of 4"),
     "part": (mixed(lambda x, _: 0 * x + jnp.sum(x[:, 300:310], 1, keepdims=True)), f"{HERE}slice: a dim of 10"),
     "far rule": (ruled(same_document, far_ahead), f"{HERE}gt: always false in what was run"),
-    "int8": (attends(in_document(lambda i, j: jnp.int8(i) >= jnp.int8(j))), f"{HERE}astype: 511 does not fit int8"),
+    "int8": (attends(in_document(lambda i, j: jnp.int8(i) >= jnp.int8(j))), f"{HERE}astype: 511 "
+                                                                            "does not fit int8"),
     "blocks": (next_block(lambda n: max(64, n // 4)), f"{HERE}reshape: a dim of 4"),
     "documents modulo 8": (attends(modulo), f"{HERE}rem: "),
     "distance": (attends(in_document(lambda i, j: (i >= j) | (j - i >= 300))), f"{HERE}ge: always false"),
     "squares": (attends(in_document(lambda i, j: (i >= j) | ((i - j) ** 2 >= 90_000))), f"{HERE}ge: always false"),
-    "part of L": (within(lambda n: jnp.tri(n) + (jnp.arange(n) < n // 256)), f"{HERE}lt: a constant that no"),
+    "part of L": (within(lambda n: jnp.tri(n) + (jnp.arange(n) < n // 256)), f"{HERE}lt: a "
+                                                                             "constant that no"),
     "mask at most": (within(lambda n: jnp.tri(n) + (jnp.arange(n) >= min(n, 300))), f"{HERE}ge: a constant that no"),
 }  # fmt: skip
 
@@ -351,7 +380,9 @@ def test_layers_of_sequences_that_are_one_document():
 
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_what_only_rounding_shows_is_not_decided(name):
-    with pytest.raises(Undecided, match=f"{HERE}.*depend on a later token, or exact arithmetic has no law for it"):
+    with pytest.raises(
+        Undecided, match=f"{HERE}.*depend on a later token, or exact arithmetic has no law for it"
+    ):
         found(forward(mixed(UNDECIDED[name]), document_mask=False))
 
 
@@ -395,13 +426,20 @@ def test_the_loss_in_chunks_is_followed_as_it_runs(monkeypatch):
 
 
 def test_which_later_targets_count_is_not_known():
-    """A model gets the mask of its targets, and their number, for losses and metrics of its layers."""
+    """A model gets the mask of its targets, and their number, for losses and metrics of its
+    layers.
+    """
 
     def of(mix):
-        return forward(mixed(lambda x, t: x if t.counted is None else 0 * x + mix(t.counted, t.target_count)))
+        return forward(
+            mixed(lambda x, t: x if t.counted is None else 0 * x + mix(t.counted, t.target_count))
+        )
 
     assert in_training(of(lambda counts, targets: counts[..., None])) == ""
-    for mix in (lambda counts, targets: shift(counts[..., None], -1), lambda counts, targets: targets):
+    for mix in (
+        lambda counts, targets: shift(counts[..., None], -1),
+        lambda counts, targets: targets,
+    ):
         assert "depend on which other targets count\n  remedy: " in in_training(of(mix))
 
 
@@ -430,11 +468,12 @@ class LaterPixels(Pixels):
 
 def test_a_weight_may_multiply_floats_beside_the_tokens():
     assert found(forward(Pixels), rows=8, mesh="d=4 t=2") == ""
-    with pytest.raises(Undecided, match=OWN):  # what is drawn for them are floats too small for the loss
+    with pytest.raises(Undecided, match=OWN):
+        # what is drawn for them are floats too small for the loss
         found(forward(LaterPixels), rows=8, mesh="d=4 t=2")
 
 
-# ---- losses ----------------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 
 
 def test_a_position_is_not_to_predict_what_it_has_read(monkeypatch):
@@ -443,7 +482,9 @@ def test_a_position_is_not_to_predict_what_it_has_read(monkeypatch):
     def shifted(batch):
         return dataclasses.replace(batch, targets=shift(batch.targets, 1))
 
-    monkeypatch.setattr(train, "head_loss", lambda w, x, batch, forward: of(w, x, shifted(batch), forward))
+    monkeypatch.setattr(
+        train, "head_loss", lambda w, x, batch, forward: of(w, x, shifted(batch), forward)
+    )
     said = "loss: the target of a position is that of an earlier position\n  remedy: give"
     assert said in in_training(forward(Plain))
     assert said in found(forward(Plain))
@@ -461,7 +502,8 @@ LOSSES = {  # functions of logits and targets, and what is said of them
     "of earlier logits": (lambda x, y: train.cross_entropy(shift(x, 1), y.ids), f"slice: the loss of .*{EARLIER}"),
     "of later logits": (lambda x, y: train.cross_entropy(shift(x, -1), y.ids), f"{HERE}slice: the loss of"),
     "centered": (lambda x, y: train.cross_entropy(x - jnp.mean(x, 1, keepdims=True), y.ids), "reduce_sum: the loss of"),
-    "of another": (lambda x, y: train.cross_entropy(x[::-1], y.ids), f"{HERE}rev: the loss of .*{OTHERS}"),
+    "of another": (lambda x, y: train.cross_entropy(x[::-1], y.ids), f"{HERE}rev: the loss of "
+                                                                     f".*{OTHERS}"),
 }  # fmt: skip
 
 
@@ -485,18 +527,24 @@ def with_one_more(monkeypatch, loss):
             return cls(**vars(given), more=2 * given.ids)
 
     monkeypatch.setattr(train, "Targets", More)
-    monkeypatch.setitem(train.LOSSES, "cross_entropy", lambda logits, targets, c: loss(logits, targets))
+    monkeypatch.setitem(
+        train.LOSSES, "cross_entropy", lambda logits, targets, c: loss(logits, targets)
+    )
 
 
 def test_a_loss_may_receive_more(monkeypatch):
     with_one_more(monkeypatch, lambda x, y: train.cross_entropy(x, y.ids) * (y.more > 3))
     assert in_training(forward(Plain)) == ""
-    assert f"reduce_sum: the logits of a position {LATER}" in in_training(forward(MODELS["mean"][0]))
+    assert f"reduce_sum: the logits of a position {LATER}" in in_training(
+        forward(MODELS["mean"][0])
+    )
 
 
 def test_a_loss_that_fails_is_rejected_unless_the_settings_accept_it(monkeypatch):
     with_one_more(monkeypatch, lambda x: train.cross_entropy(x, x))
-    error = r"test_causality.py:\d+: the training step does not trace.*: TypeError: .* positional arg"
+    error = (
+        r"test_causality.py:\d+: the training step does not trace.*: TypeError: .* positional arg"
+    )
     step = step_of(forward(Plain))
     with pytest.raises(ValueError, match=error):
         examine.check([step])
@@ -507,7 +555,9 @@ def test_a_loss_that_fails_is_rejected_unless_the_settings_accept_it(monkeypatch
 
 
 def test_a_loss_that_is_computed_elsewhere_is_rejected(monkeypatch):
-    monkeypatch.setattr("shardwright.modeling.forward.checked_logits", lambda model, w, x: model.logits(w, x))
+    monkeypatch.setattr(
+        "shardwright.modeling.forward.checked_logits", lambda model, w, x: model.logits(w, x)
+    )
     said = "the training loss: it receives no logits\n  remedy: compute the loss by Forward.losses"
     assert said in in_training(forward(Plain))
 
@@ -523,7 +573,7 @@ def test_dropout_passes():
     assert in_training(tiny.forward_of(gpt2.Model(c), tiny.config(c).training)) == ""
 
 
-# ---- what the settings say -------------------------------------------------------------------------------------------
+# ---- what the settings say -----------------------------------------------------------------------
 
 
 def test_a_sequence_is_one_document_without_a_mask_and_in_sampling():
@@ -537,9 +587,14 @@ def test_a_model_that_says_so_is_not_checked():
 
 
 def test_a_primitive_without_a_rule_is_undecided_unless_the_settings_accept_it():
-    kind = mixed(lambda x, _: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+    kind = mixed(
+        lambda x, _: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    )
     with pytest.raises(
-        ValueError, match=r"(?s)test_causality.py:\d+: pure_callback: .*remedy: training.accept_undecided"
+        ValueError,
+        match=r"(?s)test_causality.py:\d+: pure_callback: .*remedy: training.accept_undecided",
     ):
         check_causal(step_of(forward(kind)))
-    assert "pure_callback: exact arithmetic has no rule" in check_causal(step_of(forward(kind, accept_undecided=True)))
+    assert "pure_callback: exact arithmetic has no rule" in check_causal(
+        step_of(forward(kind, accept_undecided=True))
+    )

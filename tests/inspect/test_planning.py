@@ -17,7 +17,13 @@ from shardwright.axes import AXES
 from shardwright.cluster.chips import CHIPS, chip_of
 from shardwright.inspect import planning
 from shardwright.inspect.plan.plan import plan_of
-from shardwright.inspect.planning import best_changes, changes, plan_run, planned_change, planned_step
+from shardwright.inspect.planning import (
+    best_changes,
+    changes,
+    plan_run,
+    planned_change,
+    planned_step,
+)
 from shardwright.modeling.model import load_model
 from shardwright.program.step import trace_step
 from tests.support import tiny
@@ -93,12 +99,17 @@ def test_a_plan_that_fails_ends_no_run(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_too_little_memory_is_refused_with_what_would_fit(tmp_path, monkeypatch):
     c = tiny.config(microbatches=1, save="everything")
-    peak, less = peak_of(c), peak_of(dataclasses.replace(c, training=dataclasses.replace(c.training, save="marked")))
+    peak, less = (
+        peak_of(c),
+        peak_of(dataclasses.replace(c, training=dataclasses.replace(c.training, save="marked"))),
+    )
     assert less < 0.85 * peak
     c.hardware.chip = small_chip(tmp_path, 0.95 * peak)
     assert "it may be wrong by 10%" in of_run(c, tmp_path)
     c.hardware.chip = small_chip(tmp_path, 0.87 * peak)
-    with pytest.raises(ValueError, match=r"of a device, .*, which has [\d.]+ KiB: .* makes it fit, with") as refused:
+    with pytest.raises(
+        ValueError, match=r"of a device, .*, which has [\d.]+ KiB: .* makes it fit, with"
+    ) as refused:
         of_run(c, tmp_path)
     assert "\n" not in str(refused.value)
     monkeypatch.setattr(planning, "best_changes", lambda *_: [])
@@ -129,7 +140,9 @@ def test_the_best_changes_are_those_of_all():
     found = best_changes(c, SIZES, now, most=30)
     alone = {}
     for save, (r, d, t, p), m in itertools.product(
-        ("everything", "marked", "dots", "nothing"), ((1, 4, 2, 1), (2, 2, 2, 1), (1, 8, 1, 1), (2, 4, 1, 1)), (1, 2)
+        ("everything", "marked", "dots", "nothing"),
+        ((1, 4, 2, 1), (2, 2, 2, 1), (1, 8, 1, 1), (2, 4, 1, 1)),
+        (1, 2),
     ):
         one = (save != "nothing") + ((r, d, t) != (1, 4, 2)) + (m != 2) == 1
         if one and tiny.BATCH % (r * d * m) == 0:

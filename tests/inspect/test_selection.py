@@ -1,4 +1,5 @@
-"""Attention that selects blocks of earlier positions, and heads that read the next token: what is said of them.
+"""Attention that selects blocks of earlier positions, and heads that read the next token: what is
+said of them.
 
 What is said of a selection is compared with what its logits do.
 """
@@ -25,7 +26,9 @@ from tests.support.recipes import ROOT, changed, module_of
 
 SIZE, TOP = 4, 2
 PAGE = (ROOT / "docs/soundness.md").read_text().partition("### Attention that selects blocks")[2]
-(MENDED,) = re.findall(r"^```python\n(.*?)^```", PAGE.partition("\n## ")[0], re.DOTALL | re.MULTILINE)
+(MENDED,) = re.findall(
+    r"^```python\n(.*?)^```", PAGE.partition("\n## ")[0], re.DOTALL | re.MULTILINE
+)
 LEAKING = """\
 class Blocks(Llama):
     def layer(self, x, w, tokens, attention):
@@ -44,11 +47,15 @@ class Blocks(Llama):
         scores = jnp.where(seen, jnp.einsum("blkqd,bskd->bkqls", q, k), -jnp.inf)
         return jnp.einsum("bkqls,bskd->blkqd", jax.nn.softmax(scores), v).astype(q.dtype)
 """
-IMPORTS = "import functools\nimport jax\nimport jax.numpy as jnp\nfrom jax import lax\nfrom train import Llama\n\n\n"
+IMPORTS = (
+    "import functools\nimport jax\nimport jax.numpy as jnp\nfrom jax import lax\nfrom train "
+    "import Llama\n\n\n"
+)
 
 
 class Selecting(train.Llama):
-    """Native sparse attention (arXiv 2502.11089): compressed blocks, selected blocks and a window, in documents.
+    """Native sparse attention (arXiv 2502.11089): compressed blocks, selected blocks and a window,
+    in documents.
 
     On a mesh with c, each device gathers keys and values.
     """
@@ -80,10 +87,12 @@ class Selecting(train.Llama):
         importance = jnp.where(block == own, jnp.inf, self.scored(scores, past)).sum(2)
         _, chosen = lax.top_k(importance, TOP)  # [B, K, L, TOP], the own block among them
         position, of_mask = (
-            (x[..., None] * SIZE + jnp.arange(SIZE)).reshape(*x.shape[:-1], -1) for x in (chosen, self.of_mask(chosen))
+            (x[..., None] * SIZE + jnp.arange(SIZE)).reshape(*x.shape[:-1], -1)
+            for x in (chosen, self.of_mask(chosen))
         )
         keys, values = (
-            jnp.take_along_axis(jnp.moveaxis(x, 2, 1)[:, :, None], position[..., None], axis=3) for x in (k, v)
+            jnp.take_along_axis(jnp.moveaxis(x, 2, 1)[:, :, None], position[..., None], axis=3)
+            for x in (k, v)
         )
         found = jnp.take_along_axis(documents[:, None, None], position, axis=3)
         seen = (of_mask <= at[:, None]) & self.same(found, document[:, None, :, None])
@@ -91,7 +100,11 @@ class Selecting(train.Llama):
         selected = jnp.einsum("bkqls,bklsd->blkqd", jax.nn.softmax(scores), values)
 
         index = jnp.arange(k.shape[1])
-        seen = (at[:, None] >= index) & (at[:, None] - index < SIZE) & (document[:, :, None] == documents[:, None])
+        seen = (
+            (at[:, None] >= index)
+            & (at[:, None] - index < SIZE)
+            & (document[:, :, None] == documents[:, None])
+        )
         scores = jnp.where(seen[:, None, None], jnp.einsum("blkqd,bskd->bkqls", q, k), -jnp.inf)
         window = jnp.einsum("bkqls,bskd->blkqd", jax.nn.softmax(scores), v)
         return (compressed + selected + window).astype(q.dtype)
@@ -101,12 +114,17 @@ class Selecting(train.Llama):
 
 
 def other(**methods) -> type:
-    return type("Other", (Selecting,), {name: staticmethod(method) for name, method in methods.items()})
+    return type(
+        "Other", (Selecting,), {name: staticmethod(method) for name, method in methods.items()}
+    )
 
 
 LATER, OTHERS = r"test_selection.py:\d+: .*a later token", "in an earlier document"
 WRONG = {
-    "masked by another slot": (other(of_mask=lambda chosen: chosen[..., ::-1]), "the loss is not finite"),
+    "masked by another slot": (
+        other(of_mask=lambda chosen: chosen[..., ::-1]),
+        "the loss is not finite",
+    ),
     "not masked": (other(of_mask=lambda chosen: 0 * chosen), LATER),
     "scored with later blocks": (other(scored=lambda scores, past: scores), LATER),
     "other documents": (other(same=lambda found, document: found >= 0), OTHERS),
@@ -124,7 +142,9 @@ def of_page(code: str):
 
 
 def changes(kind: type) -> float:
-    """Largest change of logits, over the largest one, by tokens that their positions must not see."""
+    """Largest change of logits, over the largest one, by tokens that their positions must not
+    see.
+    """
     c = rule_models.SIZES
     ids = np.random.default_rng(0).integers(0, c.vocab, (2, tiny.LENGTH)).astype(np.uint32)
     starts = np.zeros(ids.shape, bool)
@@ -148,7 +168,9 @@ def changes(kind: type) -> float:
                 moved = ids.copy()
                 moved[:, position] = (ids[:, position] + delta) % c.vocab
                 after = np.asarray(run(w, TokenBatch(moved, starts, starts)))
-                unseen = (np.arange(tiny.LENGTH) <= position) | (document != document[:, position, None])
+                unseen = (np.arange(tiny.LENGTH) <= position) | (
+                    document != document[:, position, None]
+                )
                 found = max(found, float(np.abs(after - before)[unseen].max()))
     return found / np.abs(before).max()
 
@@ -200,7 +222,10 @@ def replaced(source: str, *pairs: tuple[str, str]) -> str:
 
 
 RECIPE = changed("multi_token_prediction")
-AHEAD, IDS = "        ahead = Stream(x.ahead, x.x)\n", 'shardops.shard("B/b L -> B/b L/c", batch.targets)'
+AHEAD, IDS = (
+    "        ahead = Stream(x.ahead, x.x)\n",
+    'shardops.shard("B/b L -> B/b L/c", batch.targets)',
+)
 FROM_TARGETS = f"""        after = dataclasses.replace(forward.tokens(batch), ids={IDS})
         ahead = Stream(x.ahead + forward.model.embed(w, after).x, x.x)
 """
@@ -222,15 +247,18 @@ HEADS = {
     "of tokens": (IN_MODEL, "", ""),
     "in one chunk of two": (IN_MODEL, "", ""),
     "two tokens ahead": (
-        replaced(IN_HEAD, (IDS, IDS.replace("batch.targets", "jnp.pad(batch.targets[:, 1:], ((0, 0), (0, 1)))"))),
+        replaced(IN_HEAD, (IDS, IDS.replace("batch.targets", "jnp.pad(batch.targets[:, 1:], ((0, "
+                                                             "0), (0, 1)))"))),
         "the loss of a position depends on the token that it predicts", "",
     ),
     "its own target": (
-        replaced(IN_HEAD, ("summed, forward, w, ahead, later)", "summed, forward, w, ahead, Targets.of(batch))")),
+        replaced(IN_HEAD, ("summed, forward, w, ahead, later)", "summed, forward, w, ahead, "
+                                                                "Targets.of(batch))")),
         "the loss of a position depends on the token that it predicts", "",
     ),
     "the first head": (
-        replaced(IN_MODEL, ("Stream(x, super().embed(w, after))", "Stream(x + super().embed(w, after), x)")),
+        replaced(IN_MODEL, ("Stream(x, super().embed(w, after))", "Stream(x + super().embed(w, "
+                                                                  "after), x)")),
         "gather: the logits of a position depend on the token that it predicts", "",
     ),
 }  # fmt: skip
@@ -242,7 +270,9 @@ def test_a_second_head_may_read_what_comes_before_its_target(name):
     source, message, line = HEADS[name]
     with module_of(source) as changed_train, jax.set_mesh(tiny.mesh("one device")):
         sizes = vars(tiny.model(module="changed_train", layers=2))
-        c = tiny.config(changed_train.ModelConfig(**sizes), loss_chunk=8 if "chunk" in name else None)
+        c = tiny.config(
+            changed_train.ModelConfig(**sizes), loss_chunk=8 if "chunk" in name else None
+        )
         step = trace_step(c, load_model(c.model), spec=changed_train.SPEC)
         if not message:
             assert check_causal(step) == ""

@@ -62,20 +62,26 @@ FAR = {
     "masks that never meet": lambda x, p: (p % 5 == 4).astype(float) * (p % 7 == 6),
     "not finite": lambda x, p: 1.0 - jnp.isfinite(jnp.sqrt(999.0 - p)),
     "masked by an exponential": lambda x, p: jnp.exp(p - 3000.0),
-    "the index of a device": lambda x, p: functools.reduce(jnp.multiply, [lax.axis_index("d") - n for n in range(3)]),
+    "the index of a device": lambda x, p: functools.reduce(
+        jnp.multiply, [lax.axis_index("d") - n for n in range(3)]
+    ),
     "fewer one-hots than devices": lambda x, p: 1 - jnp.sum(jax.nn.one_hot(lax.axis_index("d"), 3)),
 }
 """Factors of x that are 0 at small sizes, by number of positions on a device, or on few devices."""
 ORDINARY = {
     "the second half of layers": lambda c, layer: jnp.where(layer >= c.layers // 2, 1.0, 0.5),
     "a rate for each layer": lambda c, layer: 1 - 0.1 * layer / (c.layers - 1),
-    "a table of layers": lambda c, layer: jnp.asarray(np.linspace(0.1, 1, c.layers), jnp.float32)[layer],
+    "a table of layers": lambda c, layer: jnp.asarray(np.linspace(0.1, 1, c.layers), jnp.float32)[
+        layer
+    ],
     "the logarithm of a size": lambda c, layer: math.log(c.vocab),
 }
 
 
 def model_of(factor) -> type:
-    """A model that multiplies x by what `factor` returns for the model, x and the number of a layer."""
+    """A model that multiplies x by what `factor` returns for the model, x and the number of a
+    layer.
+    """
 
     class Scaled(train.Llama):
         def layer(self, x, w, tokens, attention):
@@ -102,7 +108,9 @@ def test_a_finding_names_its_line(attention):
     # JAX 0.12 turns the number into an array first (astype).
     where = place(PerDevice.layer, 1)
     assert re.match(
-        where + "(mul|astype): a number that depends on the mesh: 2(.0)? here, 6(.0)? on one device", str(first)
+        where
+        + "(mul|astype): a number that depends on the mesh: 2(.0)? here, 6(.0)? on one device",
+        str(first),
     )
 
 
@@ -110,14 +118,19 @@ def test_a_line_that_rounds_to_fewer_bits_on_the_mesh_is_wrong():
     """Exact arithmetic does not see it."""
     first, *_ = verdict_on(FewerBits).found
     where = place(FewerBits.layer, 2)
-    assert re.match(where + "computes bfloat16( and float32)? on the mesh, float32 on one device", str(first))
+    assert re.match(
+        where + "computes bfloat16( and float32)? on the mesh, float32 on one device", str(first)
+    )
 
 
 def test_what_is_right_on_a_few_devices_only_is_named():
     verdict = verdict_on(FewDevices, "d=8")
     (line,) = verdict.undecided
     assert line.startswith(place(FewDevices.layer, 2))
-    assert re.search(r"no product of sizes explains: 3(\.0)? \(3(\.0)? and 2(\.0)? in the small programs\)$", line)
+    assert re.search(
+        r"no product of sizes explains: 3(\.0)? \(3(\.0)? and 2(\.0)? in the small programs\)$",
+        line,
+    )
 
 
 @pytest.mark.long
@@ -165,7 +178,9 @@ def test_a_decision_that_small_sizes_never_reach_is_named_and_must_be_accepted(m
 
     monkeypatch.setattr(soundness, "examine", lambda step, names: verdict)
     step = tiny.step(tiny.config())
-    with pytest.raises(ShardError, match=r"test_soundness.py:\d+: ge: always false in what was run\n  remedy: set "):
+    with pytest.raises(
+        ShardError, match=r"test_soundness.py:\d+: ge: always false in what was run\n  remedy: set "
+    ):
         soundness.check_steps(step)
     accepting = tiny.step(tiny.config(accept_undecided=True))
     assert f"not decided: {place(FarPositions.layer, 1)}ge" in soundness.check_steps(accepting).how
@@ -186,7 +201,9 @@ def test_what_stands_for_a_kernel_is_named(monkeypatch):
         ("import jax\nN = jax.device_count()", None),
     ],
 )
-def test_questions_about_the_machine_are_found_however_they_are_written(tmp_path, monkeypatch, head, body):
+def test_questions_about_the_machine_are_found_however_they_are_written(
+    tmp_path, monkeypatch, head, body
+):
     """A number that no step reads is none of them."""
     name = f"a_model_that_asks_{abs(hash((head, body)))}"
     (tmp_path / f"{name}.py").write_text(

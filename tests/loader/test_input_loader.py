@@ -43,7 +43,9 @@ NUM_IDS = int(np.random.default_rng(0).integers(1, 30, 40).sum())
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    """`(path, ids, starts)`: 40 documents of 1 to 30 tokens; no two tokens are equal, so each tells its place."""
+    """`(path, ids, starts)`: 40 documents of 1 to 30 tokens; no two tokens are equal, so each tells
+    its place.
+    """
     path = str(tmp_path_factory.mktemp("data") / "d.zarr")
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 30, 40)
@@ -59,7 +61,7 @@ def all_rows(loader, num_steps):
     return jax.tree.leaves(jax.tree.map(lambda *x: np.concatenate(x), *batches))
 
 
-# ---- the order ----------------------------------------------------------------------------------------------------
+# ---- the order -----------------------------------------------------------------------------------
 
 
 PINNED = [
@@ -75,7 +77,10 @@ PINNED = [
 
 
 def test_permutation_is_pinned():
-    """These values may never change: a run that resumes would see other batches. Python's integers gave them."""
+    """These values may never change: a run that resumes would see other batches.
+
+    Python's integers gave them.
+    """
     for size, seed, epoch, places in PINNED:
         n = len(places)
         assert order.permute(np.arange(n), size, seed, np.full(n, epoch)).tolist() == places
@@ -88,7 +93,7 @@ def test_permutation_is_a_bijection():
         np.testing.assert_array_equal(np.sort(places), np.arange(size), err_msg=f"{size=}")
 
 
-# ---- rows ---------------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 def test_packed_in_order(dataset):
@@ -136,7 +141,9 @@ def test_unpacked(dataset, shuffle):
         np.testing.assert_array_equal(row, np.pad(document, (0, SEQ_LEN - len(document))))
         np.testing.assert_array_equal(mask, np.arange(SEQ_LEN) < len(document))
     assert not documents
-    np.testing.assert_array_equal(is_seq_start, np.broadcast_to(np.arange(SEQ_LEN) == 0, is_seq_start.shape))
+    np.testing.assert_array_equal(
+        is_seq_start, np.broadcast_to(np.arange(SEQ_LEN) == 0, is_seq_start.shape)
+    )
     if not shuffle:
         np.testing.assert_array_equal(targets[:, 0], ids[starts])
 
@@ -155,24 +162,43 @@ def test_another_length_goes_on_after_the_tokens_that_were_read(dataset, length)
         np.testing.assert_array_equal(targets, ids[(starts or [0])[0] :][:length])
 
 
-# ---- errors -------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": NUM_IDS}, f"has token ids up to {NUM_IDS}, .* Set the vocabulary to {NUM_IDS + 1} or more"),
-        ({"seq_len": 10**6}, r"is too short: \d+ tokens do not fill one sequence of seq_len 1000000"),
+        (
+            {"vocab_size": NUM_IDS},
+            f"has token ids up to {NUM_IDS}, .* Set the vocabulary to {NUM_IDS + 1} or more",
+        ),
+        (
+            {"seq_len": 10**6},
+            r"is too short: \d+ tokens do not fill one sequence of seq_len 1000000",
+        ),
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1 and below"),
         ({"seq_len": 0}, "seq_len is 0; it must be at least 1 and below"),
-        ({"microbatches": 3}, r"batch of 4 sequences .* into 3 microbatches .* Choose a multiple of 3 for"),
+        (
+            {"microbatches": 3},
+            r"batch of 4 sequences .* into 3 microbatches .* Choose a multiple of 3 for",
+        ),
         ({"microbatches": 0}, "microbatches is 0; it must be at least 1"),
-        ({"mesh": {"r": 2, "d": 2, "t": 2}, "microbatches": 2}, r"into 2 microbatches on the mesh .*'d': 2.* of 8 for"),
+        (
+            {"mesh": {"r": 2, "d": 2, "t": 2}, "microbatches": 2},
+            r"into 2 microbatches on the mesh .*'d': 2.* of 8 for",
+        ),
         ({}, "no mesh to place batches on. Create it under jax.set_mesh"),
     ],
 )
 def test_clear_errors(dataset, changes, message):
-    good = {"seed": 0, "split": "train", "batch_size": 4, "seq_len": SEQ_LEN, "vocab_size": NUM_IDS + 1, "mesh": None}
+    good = {
+        "seed": 0,
+        "split": "train",
+        "batch_size": 4,
+        "seq_len": SEQ_LEN,
+        "vocab_size": NUM_IDS + 1,
+        "mesh": None,
+    }
 
     def load(*, seed, mesh, **settings):
         with jax.set_mesh(make_mesh(**mesh)) if mesh else contextlib.nullcontext():
@@ -184,7 +210,7 @@ def test_clear_errors(dataset, changes, message):
         load(**good | changes)
 
 
-# ---- on the devices -----------------------------------------------------------------------------------------------
+# ---- on the devices ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,7 +219,9 @@ def test_clear_errors(dataset, changes, message):
 )
 def test_padding_has_no_targets(batch, microbatches, padded, mesh):
     with jax.set_mesh(tiny.mesh(mesh)):
-        loader = make_loader(DataConfig(filespec=SYNTHETIC), "validation", batch, 16, 1024, microbatches=microbatches)
+        loader = make_loader(
+            DataConfig(filespec=SYNTHETIC), "validation", batch, 16, 1024, microbatches=microbatches
+        )
         found = jax.tree.map(lambda x: np.asarray(x).reshape(padded, 16), loader.load(1))
     expected = loader.sequences(1, np.arange(batch))
     assert found.loss_mask[:batch].all()
@@ -205,7 +233,10 @@ def test_padding_has_no_targets(batch, microbatches, padded, mesh):
 def make_mesh(**axes):
     devices = jax.devices()[: np.prod(list(axes.values()))]
     return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes), devices=devices
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(AxisType.Explicit,) * len(axes),
+        devices=devices,
     )
 
 
@@ -218,7 +249,9 @@ def make_mesh(**axes):
         ({"p": 2, "r": 1, "d": 2, "t": 2}, True, 2),
     ],
 )
-def test_batches_and_their_microbatches_are_the_same_on_every_mesh(dataset, axes, packing, microbatches):
+def test_batches_and_their_microbatches_are_the_same_on_every_mesh(
+    dataset, axes, packing, microbatches
+):
     with jax.set_mesh(make_mesh(**axes)):
         config = DataConfig(filespec=dataset[0], sequence_packing=packing)
         loader = FlatTokensLoader(config, "train", 32, SEQ_LEN, microbatches=microbatches)
@@ -264,10 +297,17 @@ def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path):
     env = os.environ | {"XLA_FLAGS": xla_flags(8 // count), "JAX_PLATFORMS": "cpu"}
     arguments = [sys.executable, "-c", HOST, dataset[0], str(tmp_path), str(port)]
     root = Path(__file__).parents[2]
-    hosts = [subprocess.Popen([*arguments, str(host), str(count)], env=env, cwd=root) for host in range(count)]
+    hosts = [
+        subprocess.Popen([*arguments, str(host), str(count)], env=env, cwd=root)
+        for host in range(count)
+    ]
     assert [host.wait(100) for host in hosts] == [0] * count
 
-    rows = FlatTokensLoader(DataConfig(filespec=dataset[0]), "train", 16, SEQ_LEN).sequences(3, np.arange(16)).targets
+    rows = (
+        FlatTokensLoader(DataConfig(filespec=dataset[0]), "train", 16, SEQ_LEN)
+        .sequences(3, np.arange(16))
+        .targets
+    )
     first, second = rows[:8], rows[8:]
     results = [np.load(tmp_path / f"{host}.npz") for host in range(count)]
     asked = [result["asked"] for result in results]
@@ -275,10 +315,12 @@ def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path):
     np.testing.assert_array_equal(np.sort(np.concatenate(asked, axis=None)), np.arange(16))
     for result in results:
         for start, block in zip(result["starts"], result["blocks"], strict=True):
-            np.testing.assert_array_equal(block, [part[start : start + 2] for part in (first, second)])
+            np.testing.assert_array_equal(
+                block, [part[start : start + 2] for part in (first, second)]
+            )
 
 
-# ---- prefetching --------------------------------------------------------------------------------------------------
+# ---- prefetching ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("start", "stop", "threads"), [(3, 9, 1), (3, 9, 3), (5, 5, 3)])
@@ -342,7 +384,9 @@ def test_no_load_runs_once_prefetch_has_settled():
 
 
 def test_prefetch_that_was_closed_has_settled():
-    """Loads that are cancelled never end: to wait for them hung a run that failed while its profile was taken."""
+    """Loads that are cancelled never end: to wait for them hung a run that failed while its profile
+    was taken.
+    """
     with prefetch(lambda step: time.sleep(0.05), 0, 20, 4, 1) as batches:
         next(batches)
     settled = threading.Thread(target=batches.settle, daemon=True)
@@ -370,12 +414,15 @@ def test_prefetch_ends_while_full_and_while_loading():
     assert loaded == [0]
 
 
-# ---- bytes --------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_bytes_are_those_of_the_targets(tmp_path, packing):
-    """Not of the split, whose parts differ in bytes for a token. Padding is no text, nor is an end token."""
+    """Not of the split, whose parts differ in bytes for a token.
+
+    Padding is no text, nor is an end token.
+    """
     tokenizer = open_tokenizer("bytes", end_token="</s>")
     encoded = tokenizer.encode(["ä" * 9 + "b", "cd", "東京は夜", "efgh", "i" * 20])
     with Writer(str(tmp_path / "d"), "train") as writer:
@@ -384,7 +431,14 @@ def test_bytes_are_those_of_the_targets(tmp_path, packing):
     config = DataConfig(filespec=str(tmp_path / "d"), shuffle=False, sequence_packing=packing)
     loader = FlatTokensLoader(config, "train", 4, 4)
     batches = [loader.sequences(step, np.arange(4)) for step in range(2)]
-    assert [loader.text(step).utf8_bytes for step in range(2)] == [(b.targets[b.loss_mask] >= 3).sum() for b in batches]
-    loader.byte_lengths = ByteLengths(np.ones(259, np.int64), 0)  # of a tokenizer whose id 0 is text
-    assert [loader.text(step).utf8_bytes for step in range(2)] == [b.loss_mask.sum() for b in batches]
-    assert FlatTokensLoader(DataConfig(filespec=SYNTHETIC), "train", 4, 64).text(0).utf8_bytes is None
+    assert [loader.text(step).utf8_bytes for step in range(2)] == [
+        (b.targets[b.loss_mask] >= 3).sum() for b in batches
+    ]
+    # of a tokenizer whose id 0 is text
+    loader.byte_lengths = ByteLengths(np.ones(259, np.int64), 0)
+    assert [loader.text(step).utf8_bytes for step in range(2)] == [
+        b.loss_mask.sum() for b in batches
+    ]
+    assert (
+        FlatTokensLoader(DataConfig(filespec=SYNTHETIC), "train", 4, 64).text(0).utf8_bytes is None
+    )

@@ -1,4 +1,6 @@
-"""Mixtures against counting by hand, and against their sources read alone; the length of a run; skipped batches."""
+"""Mixtures against counting by hand, and against their sources read alone; the length of a run;
+skipped batches.
+"""
 
 import itertools
 import json
@@ -41,7 +43,9 @@ def filespecs(tmp_path_factory):
     for i, (name, rows) in enumerate(ROWS.items()):
         for split in ("train", "validation"):
             with Writer(str(root / name), split) as writer:
-                writer.append(np.repeat(np.arange(rows), SEQ_LEN) + 1000 * i, np.full(rows, SEQ_LEN))
+                writer.append(
+                    np.repeat(np.arange(rows), SEQ_LEN) + 1000 * i, np.full(rows, SEQ_LEN)
+                )
     return {name: str(root / name) for name in ROWS}
 
 
@@ -50,12 +54,22 @@ def data(filespecs, weights, **settings):
     return DataConfig(mixture=sources, **settings)
 
 
-WEIGHTS = [[1.0], [1, 1], [0.7, 0.2, 0.1], [1 / 3, 1 / 3, 1 / 3], [1e6, 1, 3e4], [5, 1e-3, 1e-3, 1e-3], [1e-5, 1, 1e-5]]
+WEIGHTS = [
+    [1.0],
+    [1, 1],
+    [0.7, 0.2, 0.1],
+    [1 / 3, 1 / 3, 1 / 3],
+    [1e6, 1, 3e4],
+    [5, 1e-3, 1e-3, 1e-3],
+    [1e-5, 1, 1e-5],
+]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_shares_are_exact(weights):
-    """In each block within one row, in a period to within 1 / 2**20; every source's rows are numbered in order."""
+    """In each block within one row, in a period to within 1 / 2**20; every source's rows are
+    numbered in order.
+    """
     quotas = Quotas(weights, seed=3)
     share = np.array(weights) / np.sum(weights)
     total = BLOCK * PERIOD
@@ -71,12 +85,16 @@ def test_shares_are_exact(weights):
             counts = np.bincount(source, minlength=len(weights))
             assert np.abs(counts - quotas.shares / PERIOD).max() < 1
             for i in range(len(weights)):
-                np.testing.assert_array_equal(number[source == i], expected[i] + np.arange(counts[i]))
+                np.testing.assert_array_equal(
+                    number[source == i], expected[i] + np.arange(counts[i])
+                )
             expected = expected + counts
 
 
 def test_sequences_before_a_number_are_counted_over_periods():
-    """By hand at the end of each period of 1,048,576 sequences; beyond, by counting the sequences that follow."""
+    """By hand at the end of each period of 1,048,576 sequences; beyond, by counting the sequences
+    that follow.
+    """
     quotas, period = Quotas([3, 1], seed=3), 2**20
     for periods in (0, 1, 5):
         of_periods = np.array([periods * 786_432, periods * 262_144])
@@ -94,7 +112,9 @@ def test_epochs_go_on_after_a_period(filespecs):
 
 
 def test_mixture_is_pinned():
-    """These values may never change: a run that resumes would see other batches than it did before."""
+    """These values may never change: a run that resumes would see other batches than it did
+    before.
+    """
     quotas = Quotas([0.6, 0.3, 0.1], seed=7)
     source, number = quotas.locate(np.array([0, 1, 2, 3, 4, 5, 1024, 10**6, 10**12]))
     assert (source.tolist(), number.tolist()) == PINNED
@@ -104,12 +124,16 @@ PINNED = ([2, 1, 0, 0, 0, 1, 1, 0, 1], [0, 0, 0, 1, 2, 1, 307, 600002, 300000190
 
 
 def test_rows_of_a_source_are_those_it_gives_alone(filespecs):
-    loader = make_loader(data(filespecs, {"web": 2, "books": 1, "code": 1}, seed=5), "train", 256, SEQ_LEN)
+    loader = make_loader(
+        data(filespecs, {"web": 2, "books": 1, "code": 1}, seed=5), "train", 256, SEQ_LEN
+    )
     targets = np.concatenate([loader.sequences(step, np.arange(256)).targets for step in range(4)])
     source = targets[:, 0] // 1000
     for i, name in enumerate(ROWS):
         mine = targets[source == i]
-        alone = make_loader(DataConfig(filespec=filespecs[name], seed=5), "train", len(mine), SEQ_LEN)
+        alone = make_loader(
+            DataConfig(filespec=filespecs[name], seed=5), "train", len(mine), SEQ_LEN
+        )
         np.testing.assert_array_equal(mine, alone.sequences(0, np.arange(len(mine))).targets)
         # Exact epochs: before a row comes for the n-th time, each has come n - 1 times.
         counts = np.bincount(mine[: len(mine) // ROWS[name] * ROWS[name], 0] - 1000 * i)
@@ -125,18 +149,31 @@ def test_any_step_and_any_rows(filespecs):
             jax.tree.map(np.testing.assert_array_equal, loader.sequences(step, rows), expected)
 
 
-# ---- the length of a run --------------------------------------------------------------------------------------------
+# ---- the length of a run -------------------------------------------------------------------------
 
 
 def test_run_length(filespecs):
     loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 7, SEQ_LEN)
     assert steps_for(loader, steps=10**9) == 10**9
-    assert [steps_for(loader, tokens=tokens) for tokens in (56, 111, 112, 10**11)] == [1, 1, 2, 10**11 // 56]
-    assert [steps_for(loader, epochs=epochs) for epochs in (1, 2, 0.5, 0.7, 7)] == [42, 85, 21, 30, 300]
+    assert [steps_for(loader, tokens=tokens) for tokens in (56, 111, 112, 10**11)] == [
+        1,
+        1,
+        2,
+        10**11 // 56,
+    ]
+    assert [steps_for(loader, epochs=epochs) for epochs in (1, 2, 0.5, 0.7, 7)] == [
+        42,
+        85,
+        21,
+        30,
+        300,
+    ]
     # Whole epochs end with a whole batch here, which no rounding may take away.
     for batch_size in (3, 4, 50, 100):
         loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", batch_size, SEQ_LEN)
-        assert [steps_for(loader, epochs=n) for n in range(1, 9)] == [n * 300 // batch_size for n in range(1, 9)]
+        assert [steps_for(loader, epochs=n) for n in range(1, 9)] == [
+            n * 300 // batch_size for n in range(1, 9)
+        ]
 
 
 def test_skipped_batches_of_the_epochs_have_no_step(filespecs):
@@ -147,11 +184,20 @@ def test_skipped_batches_of_the_epochs_have_no_step(filespecs):
 
 
 def test_passes_over_the_sources(filespecs):
-    """web and code take turns: after 1024 sequences, 512 of each, of 300 and 7. Read on with other weights after 64."""
+    """web and code take turns: after 1024 sequences, 512 of each, of 300 and 7.
+
+    Read on with other weights after 64.
+    """
     first = make_loader(data(filespecs, {"web": 1, "code": 1}), "train", 16, SEQ_LEN)
     assert first.passes(64) == {"web": Fraction(512, 300), "code": Fraction(512, 7)}
-    later = make_loader(data(filespecs, {"web": 3, "books": 1}), "train", 16, SEQ_LEN, after=first, first=64)
-    expected = {"web": Fraction(512 + 768, 300), "books": Fraction(256, 50), "code": Fraction(512, 7)}
+    later = make_loader(
+        data(filespecs, {"web": 3, "books": 1}), "train", 16, SEQ_LEN, after=first, first=64
+    )
+    expected = {
+        "web": Fraction(512 + 768, 300),
+        "books": Fraction(256, 50),
+        "code": Fraction(512, 7),
+    }
     assert later.passes(128) == expected
     of_one = make_loader(DataConfig(filespec=filespecs["books"]), "train", 10, SEQ_LEN)
     assert of_one.passes(7) == {filespecs["books"]: Fraction(7, 5)}
@@ -172,7 +218,9 @@ def test_batches_of_steps():
 
 @pytest.mark.parametrize("done", [0, 2, 6])
 def test_batches_that_were_trained_on_stay(done):
-    """Other batches may be skipped where, and only where, the batches of the steps done are the same."""
+    """Other batches may be skipped where, and only where, the batches of the steps done are the
+    same.
+    """
     for saved, current in itertools.product(SKIPS, SKIPS):
         try:
             check_skips(saved, current, done)
@@ -186,7 +234,10 @@ def test_batches_that_were_trained_on_stay(done):
     ("length", "message"),
     [
         ({}, "as one of steps, tokens, epochs and minutes; given: none"),
-        ({"steps": 1, "tokens": 5}, "as one of steps, tokens, epochs and minutes; given: steps=1, tokens=5"),
+        (
+            {"steps": 1, "tokens": 5},
+            "as one of steps, tokens, epochs and minutes; given: steps=1, tokens=5",
+        ),
         ({"steps": 0}, "steps=0 in steps of 56 tokens, is 0; it must be at least 1"),
         ({"tokens": 55}, "run, tokens=55 in steps of 56 tokens, is 0; it must be at least 1"),
         ({"epochs": 0.01}, "epochs=0.01 in steps of 56 tokens, is 0"),
@@ -202,14 +253,17 @@ def test_run_length_errors(filespecs, length, message):
         steps_for(loader, **length)
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({}, "Set one of data.filespec, data.mixture and data.stream; none of them is set"),
-        ({"filespec": "web", "mixture": {"a": SourceConfig("books")}}, "data.filespec and data.mixture is set"),
+        (
+            {"filespec": "web", "mixture": {"a": SourceConfig("books")}},
+            "data.filespec and data.mixture is set",
+        ),
         ({"mixture": {"a": SourceConfig("web", 0)}}, r"mixture.a.weight is 0; it must be above 0"),
         (
             {"mixture": {"a": SourceConfig("web", float("inf"))}},
@@ -244,9 +298,14 @@ def test_a_dataset_may_move_but_not_change(filespecs, tmp_path):
     shutil.copytree(filespecs["web"], tmp_path / "moved")
     moved = DataConfig(filespec=str(tmp_path / "moved"))
     assert make_loader(moved, "train", 4, SEQ_LEN, state=state).state(9) == state
-    before, after = ({"data": asdict(data), "training": {}} for data in (DataConfig(filespec=filespecs["web"]), moved))
+    before, after = (
+        {"data": asdict(data), "training": {}}
+        for data in (DataConfig(filespec=filespecs["web"]), moved)
+    )
     assert config_differences(before, after, fixed_settings(before, after)) == []
-    with pytest.raises(ValueError, match=r"made with other data: dataset of .*; this run has .* tokens"):
+    with pytest.raises(
+        ValueError, match=r"made with other data: dataset of .*; this run has .* tokens"
+    ):
         make_loader(DataConfig(filespec=filespecs["code"]), "train", 4, SEQ_LEN, state=state)
 
 
@@ -257,7 +316,9 @@ def test_the_datasets_of_a_mixture_may_not_change_nor_their_order(filespecs, tmp
     shutil.copytree(filespecs["web"], tmp_path / "moved")
     moved = filespecs | {"web": str(tmp_path / "moved")}
     make_loader(data(moved, weights), "train", 4, SEQ_LEN, state=state)
-    with pytest.raises(ValueError, match=r"mixture.web of .*; this run has mixture.code of .*, mixture.web of"):
+    with pytest.raises(
+        ValueError, match=r"mixture.web of .*; this run has mixture.code of .*, mixture.web of"
+    ):
         make_loader(data(filespecs, {"code": 2, "web": 1}), "train", 4, SEQ_LEN, state=state)
     changed = filespecs | {"web": filespecs["code"], "code": filespecs["web"]}
     with pytest.raises(ValueError, match=r"made with other data: mixture.web of"):
@@ -277,5 +338,9 @@ def test_settings_that_fix_the_batches():
     before = {"data": {"filespec": None, "mixture": {"a": {}, "b": {}}}, "training": {}}
     after = {"data": {"filespec": "x", "mixture": {"b": {}, "c": {}}}, "training": {}}
     fixed = fixed_settings(before, after)
-    assert {f"data.{name}" for name in ("seed", "shuffle", "sequence_packing", "stream")} < set(fixed)
-    assert {name for name in fixed if "mixture" in name} == {f"data.mixture.{name}.weight" for name in "abc"}
+    assert {f"data.{name}" for name in ("seed", "shuffle", "sequence_packing", "stream")} < set(
+        fixed
+    )
+    assert {name for name in fixed if "mixture" in name} == {
+        f"data.mixture.{name}.weight" for name in "abc"
+    }

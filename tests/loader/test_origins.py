@@ -40,7 +40,9 @@ def test_a_batch_is_the_loaders(tmp_path, dataset, packing, mixed):
         for number in range(16):
             of_sequence = [piece for piece in pieces if piece.sequence == number]
             text = "".join(
-                (TEXTS[piece.document] + "\0").encode()[piece.start : piece.start + piece.length].decode()
+                (TEXTS[piece.document] + "\0")
+                .encode()[piece.start : piece.start + piece.length]
+                .decode()
                 for piece in of_sequence
             )
             mask = batch.loss_mask[number]

@@ -34,7 +34,9 @@ CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu")
 
 
 def documents(length: int, seed: int = 0) -> np.ndarray:
-    """i32[ROWS, length]: of few and of many documents; in row 0 one, in row 1 a second at its very end."""
+    """i32[ROWS, length]: of few and of many documents; in row 0 one, in row 1 a second at its very
+    end.
+    """
     rng = np.random.default_rng(seed)
     starts = rng.random((ROWS, length)) < rng.choice([0.05, 0.3], (ROWS, 1))
     starts[0], starts[1] = False, np.arange(length) == length - 1
@@ -45,7 +47,10 @@ def operands(length: int, queries: int, seed: int = 0) -> list[np.ndarray]:
     """q, k, v and a gradient of the result, large enough for some weights to be near 1."""
     rng = np.random.default_rng(seed)
     shapes = (queries, WIDTH), (WIDTH,), (WIDTH,), (queries, WIDTH)
-    return [2 * rng.standard_normal((ROWS, length, HEADS, *shape)).astype(np.float32) for shape in shapes]
+    return [
+        2 * rng.standard_normal((ROWS, length, HEADS, *shape)).astype(np.float32)
+        for shape in shapes
+    ]
 
 
 CASES = [  # mesh, length, block, queries of a head, dtype
@@ -59,7 +64,9 @@ CASES = [  # mesh, length, block, queries of a head, dtype
 def test_by_blocks_it_is_attention(mesh, length, block, queries, dtype):
     (q, k, v, g), document = operands(length, queries), documents(length)
     with jax.set_mesh(tiny.mesh(mesh)):
-        found = with_gradients(functools.partial(blockwise, block=block), q, k, v, document, g, dtype)
+        found = with_gradients(
+            functools.partial(blockwise, block=block), q, k, v, document, g, dtype
+        )
         expected = with_gradients(train.softmax_attention, q, k, v, document, g, dtype)
     assert_close(found, expected, 3e-6 if dtype == "float32" else 2**-6)
 
@@ -99,7 +106,9 @@ def test_the_setting_is_the_size_of_the_blocks(block, size, monkeypatch):
 
     found = by("blockwise", block)
     assert_close(found, by("einsum"), 3e-6)
-    np.testing.assert_allclose(found[0], in_numpy(q, k, v, document), atol=1e-5 * np.abs(v).max(), rtol=0)
+    np.testing.assert_allclose(
+        found[0], in_numpy(q, k, v, document), atol=1e-5 * np.abs(v).max(), rtol=0
+    )
     assert sizes == {(size, size)}
 
 
@@ -112,19 +121,26 @@ def test_blocks_that_nobody_sees_are_not_computed():
     clean, alone = slice(8, 12), np.arange(length) >= 9
     k[:, :4], v[:, :4] = np.nan, np.nan
     with jax.set_mesh(tiny.mesh("one device")):
-        early = with_gradients(by_blocks, q[:, ::-1], k[:, ::-1], v[:, ::-1], np.zeros_like(document), g)
+        early = with_gradients(
+            by_blocks, q[:, ::-1], k[:, ::-1], v[:, ::-1], np.zeros_like(document), g
+        )
         assert np.isfinite(early[0][:, :8]).all(), "keys behind a block of queries"
         assert np.isnan(early[0][:, 8:]).all(), "and those that it sees"
         late = with_gradients(by_blocks, q, k, v, np.where(alone, document, 0), g)
         assert np.isnan(late[0][:, clean][:, 0]).all(), "document 0 is seen from position 8"
         document = np.repeat(np.arange(2, dtype=np.int32), [8, 4])[None].repeat(ROWS, 0)
         late = with_gradients(by_blocks, q, k, v, document, g)
-    assert all(np.isfinite(x[:, clean]).all() for x in late), "keys of documents before those of a block of queries"
+    assert all(np.isfinite(x[:, clean]).all() for x in late), (
+        "keys of documents before those of a block of queries"
+    )
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What cuDNN's kernel is asked for. JAX's own implementation is in its place; the kernel is not run."""
+    """What cuDNN's kernel is asked for.
+
+    JAX's own implementation is in its place; the kernel is not run.
+    """
     real, asked = jax.nn.dot_product_attention, []
 
     def instead(q, *args, implementation, **options):
@@ -166,9 +182,12 @@ def test_cudnn_is_asked_for_the_same(asked, name):
 @pytest.mark.long
 @pytest.mark.parametrize("path", ["cudnn", "splash"])
 def test_a_step_by_a_kernel_is_proved(asked, monkeypatch, path):
-    """The check of a step accepts what surrounds the kernel, which is not run. cuDNN's is replaced."""
+    """The check of a step accepts what surrounds the kernel, which is not run. cuDNN's is
+    replaced.
+    """
     for module in (attention_calls, attention_paths):
-        monkeypatch.setattr(module, "choose", lambda setting, *_: setting)  # this device has no kernels
+        # this device has no kernels
+        monkeypatch.setattr(module, "choose", lambda setting, *_: setting)
     c = tiny.config(tiny.model(layers=1, n_kv=2), attention=path)  # one head of keys on each device
     c.training.batch_size, c.training.seq_len = 8, 128
     found = find_unsound(trace_step(c, tiny.forward(c).model, tiny.mesh("d=4 t=2")))
@@ -176,12 +195,16 @@ def test_a_step_by_a_kernel_is_proved(asked, monkeypatch, path):
     assert asked or path != "cudnn"
 
 
-# ---- the choice ---------------------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 
 
 def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) -> dict:
     """Arguments of attention_paths.choose for such queries."""
-    return {"pattern": CAUSAL, "q": jax.ShapeDtypeStruct((1, length, 2, 2, d_head), dtype), **options}
+    return {
+        "pattern": CAUSAL,
+        "q": jax.ShapeDtypeStruct((1, length, 2, 2, d_head), dtype),
+        **options,
+    }
 
 
 @pytest.mark.parametrize(
@@ -201,12 +224,22 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
         (GPU, 65536, {"pattern": CAUSAL.without(same_document)}, "cudnn"),
         (GPU, 65536, {"pattern": AttentionMask((causal, Window(9)))}, "cudnn"),
         (GPU, 65536, {"pattern": AttentionMask((Window(9),))}, "blockwise"),
-        (GPU, 1024, {"pattern": AttentionMask(score_mod=lambda scores, *_: jnp.sin(scores))}, "blockwise"),
+        (
+            GPU,
+            1024,
+            {"pattern": AttentionMask(score_mod=lambda scores, *_: jnp.sin(scores))},
+            "blockwise",
+        ),
         (GPU, 1024, {"sinks": True}, "blockwise"),
         (GPU, 1024, {"dtype": jnp.float32}, "blockwise"),
         (GPU, 1024, {"dropout": True}, "einsum"),
         (TPU, 1024, {}, "splash"),
-        (TPU, 32768, {"pattern": AttentionMask((Window(9), same_document), SoftCap(30.0)), "d_head": 60}, "splash"),
+        (
+            TPU,
+            32768,
+            {"pattern": AttentionMask((Window(9), same_document), SoftCap(30.0)), "d_head": 60},
+            "splash",
+        ),
         (TPU, 500, {}, "einsum"),
         (CPU, 128, {}, "einsum"),
         (CPU, 129, {}, "blockwise"),
@@ -224,7 +257,8 @@ def test_auto_takes_what_can_do_it(monkeypatch, device, length, changes, expecte
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"), [(1000, "cudnn"), (1024, "triton"), (4096 - 2, "cudnn"), (5000, "blockwise")]
+    ("length", "expected"),
+    [(1000, "cudnn"), (1024, "triton"), (4096 - 2, "cudnn"), (5000, "blockwise")],
 )
 def test_where_a_mask_has_no_gradient_it_may_be_a_mask(monkeypatch, length, expected):
     """From jax 0.12 on."""
@@ -239,7 +273,12 @@ def test_where_a_mask_has_no_gradient_it_may_be_a_mask(monkeypatch, length, expe
         ("blockwise", CPU, {"dropout": True}, "no dropout"),
         ("cudnn", CPU, {}, "cpu is not an NVIDIA GPU"),
         ("cudnn", GPU, {"dropout": True}, "no dropout"),
-        ("cudnn", GPU, {"pattern": AttentionMask(score_mod=lambda scores, *_: jnp.sin(scores))}, "changes no scores"),
+        (
+            "cudnn",
+            GPU,
+            {"pattern": AttentionMask(score_mod=lambda scores, *_: jnp.sin(scores))},
+            "changes no scores",
+        ),
         ("cudnn", GPU, {"sinks": True}, "no sinks"),
         ("cudnn", GPU, {"dtype": jnp.float32}, "takes bf16, not float32"),
         ("cudnn", GPU, {"d_head": 264}, "up to 256"),
@@ -248,13 +287,23 @@ def test_where_a_mask_has_no_gradient_it_may_be_a_mask(monkeypatch, length, expe
         ("triton", GPU, {"dropout": True}, "no dropout"),
         ("triton", GPU, {"sinks": True}, "no sinks"),
         ("triton", GPU, {"pattern": AttentionMask(score_mod=SoftCap(9))}, "changes no scores"),
-        ("triton", GPU, {"pattern": AttentionMask((causal, Window(9)))}, "the conditions causal and same_document"),
+        (
+            "triton",
+            GPU,
+            {"pattern": AttentionMask((causal, Window(9)))},
+            "the conditions causal and same_document",
+        ),
         ("triton", GPU, {"dtype": jnp.float32}, "takes bf16, not float32"),
         ("triton", GPU, {"length": 128, "d_head": 8}, "takes 16 to 128"),
         ("triton", GPU, {"length": 192}, "192 tokens; it takes multiples of 128"),
         ("splash", GPU, {}, "NVIDIA H200 is not a TPU"),
         ("splash", TPU, {"sinks": True}, "no sinks"),
-        ("splash", TPU, {"pattern": AttentionMask(score_mod=lambda scores, *_: jnp.sin(scores))}, "only knows SoftCap"),
+        (
+            "splash",
+            TPU,
+            {"pattern": AttentionMask(score_mod=lambda scores, *_: jnp.sin(scores))},
+            "only knows SoftCap",
+        ),
         (
             "splash",
             TPU,
@@ -267,13 +316,17 @@ def test_where_a_mask_has_no_gradient_it_may_be_a_mask(monkeypatch, length, expe
 def test_a_path_that_cannot_do_it_says_so(monkeypatch, path, device, changes, reason):
     monkeypatch.setattr(attention_paths, "target_device", lambda: device)
     asked = asking(**changes)
-    with pytest.raises(ValueError, match=rf"training\.attention is {path}, .*{reason}.* Choose auto"):
+    with pytest.raises(
+        ValueError, match=rf"training\.attention is {path}, .*{reason}.* Choose auto"
+    ):
         attention_paths.choose(path, **asked)
 
 
 def test_dropout_in_training_is_refused_before_anything_runs():
     c = tiny.config(attention="blockwise")
-    c.model = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, dropout=0.1, bos_id=0)
+    c.model = gpt2.ModelConfig(
+        vocab=64, positions=16, d_model=32, layers=2, heads=8, dropout=0.1, bos_id=0
+    )
     q, k, v, _ = map(jnp.asarray, operands(4, 1))
     tokens = Tokens(None, *[jnp.asarray(documents(4))] * 2)
     with pytest.raises(ValueError, match=r"it has no dropout"):
@@ -283,7 +336,11 @@ def test_dropout_in_training_is_refused_before_anything_runs():
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_config_decides_path_and_mask(monkeypatch, masked):
     asked = []
-    monkeypatch.setattr(attention_paths, "run", lambda path, q, k, v, mask, block: asked.append((path, mask.pattern)))
+    monkeypatch.setattr(
+        attention_paths,
+        "run",
+        lambda path, q, k, v, mask, block: asked.append((path, mask.pattern)),
+    )
     q, k, v, _ = map(jnp.asarray, operands(4, 1))
     ids = jnp.asarray(documents(4))
     tokens, expected = Tokens(ids, ids, ids), CAUSAL if masked else AttentionMask((causal,))
@@ -295,13 +352,21 @@ def test_the_config_decides_path_and_mask(monkeypatch, masked):
         assert (in_layer(*wide, CAUSAL), in_layer.updated_cache()) == (None, "its cache")
     assert asked == [("blockwise", expected), ("cudnn", expected)]
     monkeypatch.setattr(train, "softmax_attention", lambda q, k, v, mask: asked.append(mask))
-    tiny.forward(tiny.config(attention="einsum")).attention(tokens)(q, k, v, CAUSAL, k, sinks=v, drop=len)
+    tiny.forward(tiny.config(attention="einsum")).attention(tokens)(
+        q, k, v, CAUSAL, k, sinks=v, drop=len
+    )
     mask = asked[-1]
     assert mask.queries.document is mask.keys.document is ids
-    assert (mask.pattern, mask.learned, mask.sinks, mask.drop, mask.heads) == (CAUSAL, (k,), v, len, None)
+    assert (mask.pattern, mask.learned, mask.sinks, mask.drop, mask.heads) == (
+        CAUSAL,
+        (k,),
+        v,
+        len,
+        None,
+    )
 
 
-# ---- what a run says ---------------------------------------------------------------------------------------------
+# ---- what a run says -----------------------------------------------------------------------------
 
 
 def test_the_rule_that_a_run_prints_is_the_one_in_force():
@@ -322,9 +387,15 @@ def test_the_rule_that_a_run_prints_is_the_one_in_force():
     ],
 )
 def test_deterministic_cudnn_attention_is_refused_where_xla_cannot_run_it(settings, paths, refused):
-    """On an H100, with jax 0.11.2, the first of these ended its first step with an IndexError, and the second ran."""
+    """On an H100, with jax 0.11.2, the first of these ended its first step with an IndexError, and
+    the second ran.
+    """
     c = tiny.config(tiny.model())
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, **settings))
     c.hardware.deterministic = True
-    with pytest.raises(ValueError, match=r"Set training\.attention=triton or blockwise") if refused else nullcontext():
+    with (
+        pytest.raises(ValueError, match=r"Set training\.attention=triton or blockwise")
+        if refused
+        else nullcontext()
+    ):
         introduction.check_deterministic(c, paths)

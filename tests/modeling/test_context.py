@@ -1,4 +1,6 @@
-"""Attention on one device of c and on several, each way, in f64, against a dense computation; what a way refuses."""
+"""Attention on one device of c and on several, each way, in f64, against a dense computation; what
+a way refuses.
+"""
 
 import functools
 import types
@@ -71,7 +73,9 @@ def dense(name: str, q, k, v, bias, sinks):
     if name == "learned":
         scores += bias[..., np.clip(distance, 0, NEAR - 1)]
     weights = jnp.where(mask[:, None, None], jnp.exp(scores), 0)
-    total = weights.sum(-1, keepdims=True) + (jnp.exp(sinks)[..., None, None] if name == "sinks" else 0)
+    total = weights.sum(-1, keepdims=True) + (
+        jnp.exp(sinks)[..., None, None] if name == "sinks" else 0
+    )
     return jnp.einsum("bkqls,bskd->blkqd", weights / total, v)
 
 
@@ -80,7 +84,14 @@ def operands(name: str) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     keys, queries = (LENGTH, KV), (LENGTH, KV, QUERIES)
     width, values = (WIDTH,), (VALUES[name],)
-    shapes = queries + width, keys + width, keys + values, (KV, QUERIES, NEAR), (KV, QUERIES), queries + values
+    shapes = (
+        queries + width,
+        keys + width,
+        keys + values,
+        (KV, QUERIES, NEAR),
+        (KV, QUERIES),
+        queries + values,
+    )
     return [rng.standard_normal((ROWS, *shape)).astype(np.float32) for shape in shapes]
 
 
@@ -144,7 +155,9 @@ KINDS = {
 QUICK = [("ring", "sinks", "c=2 t=2"), ("gather", "learned", "c=2"), ("ulysses", "alibi", "c=8")]
 QUICK += [("local", WINDOW, "d=2 t=2"), ("local", "learned", "d=2 t=2")]
 QUICK += [("local, einsum", WINDOW, "d=2 t=2"), ("local, einsum", "alibi", "d=2 t=2")]
-LONG = [(kind, name, "d=2 t=2") for kind in ("local", "local, einsum") for name in ("prefix", "sinks")]
+LONG = [
+    (kind, name, "d=2 t=2") for kind in ("local", "local, einsum") for name in ("prefix", "sinks")
+]
 LONG += [("ring", WINDOW, "c=6"), ("ring", "prefix", "c=3"), ("ring", "learned", "c=2")]
 LONG += [("gather", "sinks", "c=4 d=2"), ("ulysses", "sinks", "c=6")]
 LONG += [("gather, einsum", "prefix", "c=3"), ("ulysses, einsum", "alibi", "c=6")]
@@ -155,25 +168,53 @@ LONG += [("gather, einsum", "prefix", "c=3"), ("ulysses, einsum", "alibi", "c=6"
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.long(every_case=True)) for case in LONG)],
 )
 def test_each_way_is_dense(kind, name, mesh):
-    """Of six devices, three have a third of a kv head's queries each by ulysses; a ring of them has twelve chunks."""
+    """Of six devices, three have a third of a kv head's queries each by ulysses; a ring of them has
+    twelve chunks.
+    """
     # train.softmax_attention has scores in f32.
     tolerance = 1e-12 if "einsum" not in kind else 2e-6 if "local" in kind else 1e-5
     pairs = zip(found(*KINDS[kind], name, mesh), expected(name), strict=True)
     for what, (a, b) in zip(("out", "q", "k", "v", "bias", "sinks"), pairs, strict=True):
         near = max(tolerance, 1e-6 * (what == "sinks"))  # which are f32, as is their gradient
-        np.testing.assert_allclose(a, b, atol=near * max(np.abs(b).max(), 1e-9), rtol=0, err_msg=what)
+        np.testing.assert_allclose(
+            a, b, atol=near * max(np.abs(b).max(), 1e-9), rtol=0, err_msg=what
+        )
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("how", "path", "queries", "options", "reason"),
     [
-        ("ulysses", "auto", (1, 8, 1, 1, 4), {}, "1 query heads of a kv head do not divide among 2 devices"),
-        ("ulysses", "auto", (1, 8, 2, 1, 4), {"learned": True}, "has learned weights, whose heads it does not know"),
-        ("ring", "einsum", (1, 8, 2, 1, 4), {}, "it computes in blocks, and training.attention is einsum"),
-        ("ring", "auto", (1, 7, 2, 1, 4), {}, "a device of c has 7 positions, not two equal chunks"),
+        (
+            "ulysses",
+            "auto",
+            (1, 8, 1, 1, 4),
+            {},
+            "1 query heads of a kv head do not divide among 2 devices",
+        ),
+        (
+            "ulysses",
+            "auto",
+            (1, 8, 2, 1, 4),
+            {"learned": True},
+            "has learned weights, whose heads it does not know",
+        ),
+        (
+            "ring",
+            "einsum",
+            (1, 8, 2, 1, 4),
+            {},
+            "it computes in blocks, and training.attention is einsum",
+        ),
+        (
+            "ring",
+            "auto",
+            (1, 7, 2, 1, 4),
+            {},
+            "a device of c has 7 positions, not two equal chunks",
+        ),
         ("gather", "einsum", (1, 8, 2, 1, 4), {"drop": len}, "attention weights have dropout"),
     ],
 )
@@ -191,13 +232,17 @@ def test_a_way_that_cannot_do_it_says_so(how, path, queries, options, reason):
 
 
 def test_kernels_that_count_from_0_take_no_part_of_the_queries(monkeypatch):
-    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
+    device = types.SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0"
+    )
     monkeypatch.setattr(attention_paths, "target_device", lambda: device)
     q = jax.ShapeDtypeStruct((1, 1024, 2, 2, 64), jnp.bfloat16)
     for kernel, pattern in (("triton", CAUSAL), ("cudnn", CAUSAL.without(same_document))):
         assert attention_paths.choose("auto", pattern, q) == kernel
         assert attention_paths.choose("auto", pattern, q, keys=2048) == "blockwise"
-        with pytest.raises(ValueError, match=f"is {kernel}, which cannot do this: 1024 queries of 2048 positions"):
+        with pytest.raises(
+            ValueError, match=f"is {kernel}, which cannot do this: 1024 queries of 2048 positions"
+        ):
             attention_paths.choose(kernel, pattern, q, keys=2048)
     tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU")
     monkeypatch.setattr(attention_paths, "target_device", lambda: tpu)
@@ -205,7 +250,7 @@ def test_kernels_that_count_from_0_take_no_part_of_the_queries(monkeypatch):
     assert attention_paths.choose("auto", CAUSAL, q, keys=2048) == "blockwise"
 
 
-# ---- zigzag order -------------------------------------------------------------------------------------------------
+# ---- zigzag order --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("devices", [2, 3])
@@ -244,9 +289,13 @@ def shifted_in_the_order(x: f32["L/c"]) -> f32["L/c"]:
     return shardops.zigzag("Z/c -> L/c", jnp.roll(shardops.zigzag("L/c -> Z/c", x), 1))
 
 
-@pytest.mark.parametrize("wrong", [positions_of_the_other_order, undone_without_being_done, shifted_in_the_order])
+@pytest.mark.parametrize(
+    "wrong", [positions_of_the_other_order, undone_without_being_done, shifted_in_the_order]
+)
 def test_two_orders_never_meet(wrong):
-    with pytest.raises(ShardError, match=r"test_context.py:\d+: .*\n.*\nwrong: it does not compute"):
+    with pytest.raises(
+        ShardError, match=r"test_context.py:\d+: .*\n.*\nwrong: it does not compute"
+    ):
         check(typed_shard_map(wrong), jax.ShapeDtypeStruct((16,), np.float32), mesh=ON_C)
 
 
@@ -255,6 +304,8 @@ def test_a_spec_that_is_no_zigzag_order_is_refused(spec):
     axes = P(*[tuple(word.split("/")[1:]) for word in spec.split(" -> ")[0].split()])
     run = jax.shard_map(lambda x: shardops.zigzag(spec, x), in_specs=axes, out_specs=axes)
     with jax.set_mesh(tiny.mesh("c=2 t=2")):
-        x = jax.device_put(jnp.zeros((8,) * len(axes)), jax.NamedSharding(tiny.mesh("c=2 t=2"), axes))
+        x = jax.device_put(
+            jnp.zeros((8,) * len(axes)), jax.NamedSharding(tiny.mesh("c=2 t=2"), axes)
+        )
         with pytest.raises(ShardError, match="name Z on one side"):
             run(x)

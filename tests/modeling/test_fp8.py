@@ -1,4 +1,6 @@
-"""Products in FP8: against numpy's arithmetic on values rounded by ml_dtypes, and runs against those in bf16."""
+"""Products in FP8: against numpy's arithmetic on values rounded by ml_dtypes, and runs against
+those in bf16.
+"""
 
 import re
 
@@ -14,7 +16,10 @@ from shardwright.data.loader import batch_shapes
 from shardwright.modeling import fp8
 from tests.support import tiny
 
-FORMATS = {jnp.float8_e4m3fn: (ml_dtypes.float8_e4m3fn, 448.0), jnp.float8_e5m2: (ml_dtypes.float8_e5m2, 57344.0)}
+FORMATS = {
+    jnp.float8_e4m3fn: (ml_dtypes.float8_e4m3fn, 448.0),
+    jnp.float8_e5m2: (ml_dtypes.float8_e5m2, 57344.0),
+}
 
 
 def rounded(x: np.ndarray, dtype) -> np.ndarray:
@@ -25,14 +30,17 @@ def rounded(x: np.ndarray, dtype) -> np.ndarray:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("dtype", "error", "size"), [(jnp.float8_e4m3fn, 2**-4, 1e-6), (jnp.float8_e5m2, 2**-3, 1e6)])
+@pytest.mark.parametrize(
+    ("dtype", "error", "size"), [(jnp.float8_e4m3fn, 2**-4, 1e-6), (jnp.float8_e5m2, 2**-3, 1e6)]
+)
 def test_values_are_rounded_within_the_format(dtype, error, size):
     x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) * np.float32(size)
     values, scale = jax.jit(lambda x: fp8.quantize(x, dtype))(x)
     assert values.dtype == dtype
     found = np.float64(values) * np.float64(scale)
     np.testing.assert_allclose(found, rounded(x, dtype), rtol=1e-6)
-    # Half a unit in the last place, where numbers are not so small that the format has no more digits for them.
+    # Half a unit in the last place, where numbers are not so small that the format has no more
+    # digits for them.
     normal = np.abs(x) > np.abs(x).max() * 2**-10
     assert np.abs(found / x - 1)[normal].max() <= error
     assert np.abs(found).max() == pytest.approx(np.abs(x).max(), rel=1e-6)
@@ -41,7 +49,10 @@ def test_values_are_rounded_within_the_format(dtype, error, size):
 @pytest.mark.quick
 def test_zeros_stay_and_what_is_no_number_is_seen():
     def quantized(x):
-        return [np.float32(part) for part in jax.jit(lambda x: fp8.quantize(x, fp8.FORWARD))(np.float32(x))]
+        return [
+            np.float32(part)
+            for part in jax.jit(lambda x: fp8.quantize(x, fp8.FORWARD))(np.float32(x))
+        ]
 
     for small in (0, 1e-38, 1e-35):
         values, scale = quantized([0, small])
@@ -62,7 +73,9 @@ def test_a_scale_that_bf16_rounds_down_does_not_overflow():
 @pytest.mark.quick
 def test_product_and_gradients_are_those_of_the_rounded_values():
     rng = np.random.default_rng(0)
-    x, y, g = (rng.normal(size=shape).astype(np.float32) for shape in [(4, 6, 8), (8, 3, 5), (4, 6, 3, 5)])
+    x, y, g = (
+        rng.normal(size=shape).astype(np.float32) for shape in [(4, 6, 8), (8, 3, 5), (4, 6, 3, 5)]
+    )
     with jax.default_matmul_precision("highest"):
         out, vjp = jax.vjp(lambda x, y: fp8.product("abc,cde->abde", x, y), x, y)
         dx, dy = vjp(g)
@@ -99,6 +112,7 @@ def test_the_step_has_its_products_with_weights_in_fp8():
 
     plain, with_fp8 = (program(tiny.config(compute_dtype="bf16", fp8=on)) for on in (False, True))
     assert casts(plain, "f8E4M3FN") == casts(plain, "f8E5M2") == 0
-    # Both operands of each product, forward, and again where the layer is computed again; each gradient once.
+    # Both operands of each product, forward, and again where the layer is computed again; each
+    # gradient once.
     assert casts(with_fp8, "f8E5M2") == products
     assert casts(with_fp8, "f8E4M3FN") >= 2 * products

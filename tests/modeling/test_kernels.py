@@ -1,4 +1,6 @@
-"""The kernels in Pallas, of Triton for GPUs and splash for TPUs, against softmax_attention; a CPU interprets them."""
+"""The kernels in Pallas, of Triton for GPUs and splash for TPUs, against softmax_attention; a CPU
+interprets them.
+"""
 
 import functools
 import re
@@ -31,15 +33,22 @@ RULES = {
     ("splash", "soft-cap"): AttentionMask(score_mod=SoftCap(1.5)),
 }
 QUICK = {("triton", "causal, documents"), ("splash", "window"), ("splash", "soft-cap")}
-CASES = [pytest.param(*case, 2, marks=[] if case in QUICK else pytest.mark.long(every_case=True)) for case in RULES]
+CASES = [
+    pytest.param(*case, 2, marks=[] if case in QUICK else pytest.mark.long(every_case=True))
+    for case in RULES
+]
 CASES += [pytest.param("triton", "causal, documents", 1, marks=pytest.mark.long(every_case=True))]
 
 
 def operands(kernel: str, queries: int = 2) -> list[np.ndarray]:
-    """q, k, v, documents, and a gradient of the result, large enough for some weights to be near 1."""
+    """q, k, v, documents, and a gradient of the result, large enough for some weights to be
+    near 1.
+    """
     rng, kv, width = np.random.default_rng(0), 2, WIDTHS[kernel]
     heads = (kv, queries, width), (kv, width), (kv, width), (kv, queries, width)
-    q, k, v, g = (1.5 * rng.standard_normal((2, LENGTH, *shape)).astype(np.float32) for shape in heads)
+    q, k, v, g = (
+        1.5 * rng.standard_normal((2, LENGTH, *shape)).astype(np.float32) for shape in heads
+    )
     return q, k, v, np.cumsum(rng.random((2, LENGTH)) < 0.02, axis=1, dtype=np.int32), g
 
 
@@ -77,7 +86,9 @@ def test_a_block_may_be_computed_in_parts(monkeypatch):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_heads_and_sequences_may_be_sharded(kernel):
     """The gradient of each device's block is its own: no sum over others."""
-    mesh = jax.make_mesh((1, 2, 2), ("r", "d", "t"), axis_types=(jax.sharding.AxisType.Explicit,) * 3)
+    mesh = jax.make_mesh(
+        (1, 2, 2), ("r", "d", "t"), axis_types=(jax.sharding.AxisType.Explicit,) * 3
+    )
     with jax.set_mesh(mesh):
         expected = with_gradients(train.softmax_attention, *operands(kernel), "bfloat16")
         assert_close(with_gradients(KERNELS[kernel], *operands(kernel), "bfloat16"), expected, 2e-2)
@@ -90,8 +101,12 @@ NAMES = {
 
 
 @pytest.mark.parametrize("kernel", ["triton", pytest.param("splash", marks=pytest.mark.long)])
-def test_the_backward_pass_does_not_repeat_the_kernel_and_no_array_has_all_pairs(kernel, monkeypatch):
-    """A layer keeps the result and the normalizer of the softmax, as it is marked, and nothing of L×L entries."""
+def test_the_backward_pass_does_not_repeat_the_kernel_and_no_array_has_all_pairs(
+    kernel, monkeypatch
+):
+    """A layer keeps the result and the normalizer of the softmax, as it is marked, and nothing of
+    L×L entries.
+    """
     monkeypatch.setattr(attention_paths, "choose", lambda *_: kernel)
     c = tiny.config(tiny.model(layers=2), attention=kernel)
     c.training.seq_len = LENGTH
@@ -114,7 +129,9 @@ attend = train.softmax_attention
 def test_a_kernel_is_compared_with_the_options_of_the_run(monkeypatch):
     """Those of the compiler: with others it could take other kernels than the step."""
     given, jit = [], jax.jit
-    monkeypatch.setattr(jax, "jit", lambda *f, **options: given.append(options) or jit(*f, **options))
+    monkeypatch.setattr(
+        jax, "jit", lambda *f, **options: given.append(options) or jit(*f, **options)
+    )
     for module in (attention_calls, attention_paths):
         monkeypatch.setattr(module, "choose", lambda setting, *_: setting)
     c = tiny.config(attention="triton")
@@ -126,5 +143,7 @@ def test_a_kernel_is_compared_with_the_options_of_the_run(monkeypatch):
             kernel_checks.check_paths(tiny.step(c), {"xla_not_there": 1})
         monkeypatch.setattr(kernel_checks, "_differ", lambda *_: "")
         monkeypatch.setattr(train, "softmax_attention", doubled)
-        with pytest.raises(ValueError, match=r"attention by triton is not what .* or a gradient differs by 0.5 of"):
+        with pytest.raises(
+            ValueError, match=r"attention by triton is not what .* or a gradient differs by 0.5 of"
+        ):
             kernel_checks.check_paths(tiny.step_of(tiny.forward(c), 128))

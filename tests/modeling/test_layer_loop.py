@@ -1,4 +1,7 @@
-"""training.save and training.unroll: what they change in the compiled program. The numbers: test_oracles.py."""
+"""training.save and training.unroll: what they change in the compiled program.
+
+The numbers: test_oracles.py.
+"""
 
 import collections
 import re
@@ -32,17 +35,25 @@ def traced(c, mesh: str) -> list:
 
 
 def kept(equations: list) -> list:
-    """What the forward loop over layers gives with a part for each: the layers' inputs, and what the backward reads."""
-    forward = next(eqn for eqn in equations if eqn.primitive.name == "scan" and eqn.params["length"] == LAYERS)
+    """What the forward loop over layers gives with a part for each: the layers' inputs, and what
+    the backward reads.
+    """
+    forward = next(
+        eqn for eqn in equations if eqn.primitive.name == "scan" and eqn.params["length"] == LAYERS
+    )
     return [var.aval for var in forward.outvars if var.aval.shape[:1] == (LAYERS,)]
 
 
 @pytest.mark.long
 def test_each_keeps_what_it_says():
     def number(save):
-        return len(kept(traced(tiny.config(tiny.model(layers=LAYERS, n_kv=2), save=save), "one device")))
+        return len(
+            kept(traced(tiny.config(tiny.model(layers=LAYERS, n_kv=2), save=save), "one device"))
+        )
 
-    marked, nothing, dots, more, everything = map(number, ("marked", "nothing", "dots", "more", "everything"))
+    marked, nothing, dots, more, everything = map(
+        number, ("marked", "nothing", "dots", "more", "everything")
+    )
     assert nothing == 1  # the layer's input
     assert marked == nothing + 7
     assert dots == nothing + 6  # q, k, v, gate, up, and what attention adds
@@ -55,27 +66,38 @@ def test_everything_keeps_no_f32_between_bf16():
     """XLA fuses these, and may keep what JAX would recompute."""
     c = tiny.config(tiny.model(layers=LAYERS, n_kv=2), save="everything", compute_dtype="bf16")
     stacks = kept(traced(c, "d=4 t=2"))
-    per_position = [aval for aval in stacks if aval.shape[:3] in ((LAYERS, 2, 16), (LAYERS, 2, 8)) and aval.ndim > 3]
+    per_position = [
+        aval
+        for aval in stacks
+        if aval.shape[:3] in ((LAYERS, 2, 16), (LAYERS, 2, 8)) and aval.ndim > 3
+    ]
     assert {aval.dtype.name for aval in per_position} == {"bfloat16"}
 
 
 def test_offloading_is_of_what_is_marked():
-    """In the program as traced: a CPU has one memory, so nothing moves in what is compiled for it."""
+    """In the program as traced: a CPU has one memory, so nothing moves in what is compiled for
+    it.
+    """
     equations = traced(tiny.config(tiny.model(layers=LAYERS, n_kv=2), save="offload"), "one device")
     moved = [eqn for eqn in equations if eqn.primitive.name == "device_put"]
-    found = collections.Counter((eqn.params["devices"][0], eqn.invars[0].aval.shape) for eqn in moved)
+    found = collections.Counter(
+        (eqn.params["devices"][0], eqn.invars[0].aval.shape) for eqn in moved
+    )
     heads, hidden, model = (8, 16, 2, 4), (8, 16, 48), (8, 16, 32)
     marked = {(8, 16, 2, 2, 4): 2, heads: 2, hidden: 2, model: 1, (8, 16): 2}
     both_ways = (jax.memory.Space.Host, jax.memory.Space.Device)
-    assert found == {(place, shape): count for place in both_ways for shape, count in marked.items()}
+    assert found == {
+        (place, shape): count for place in both_ways for shape, count in marked.items()
+    }
 
 
 @pytest.mark.parametrize(("unroll", "barriers"), [(1, 1), (2, 2)])
 def test_only_without_a_loop_is_what_is_computed_again_kept_from_the_forward_pass(unroll, barriers):
-    """By a barrier before it, around a layer's arguments; the other one is the loss's, which is in no loop.
+    """By a barrier before it, around a layer's arguments; the other one is the loss's, which is in
+    no loop.
 
-    Of 5 layers in turns of 2, one is left over, behind the loop. Before jax 0.12 they call one function with a barrier;
-    from then on each has its own, around as many arrays.
+    Of 5 layers in turns of 2, one is left over, behind the loop. Before jax 0.12 they call one
+    function with a barrier; from then on each has its own, around as many arrays.
     """
     c = tiny.config(tiny.model(layers=LAYERS, n_kv=2), unroll=unroll)
     with jax.set_mesh(tiny.mesh("one device")):
@@ -87,7 +109,9 @@ def test_only_without_a_loop_is_what_is_computed_again_kept_from_the_forward_pas
 
 def test_offloading_needs_a_loop_and_no_stages():
     c = tiny.config(save="offload", unroll=None)
-    with pytest.raises(ValueError, match=r"offload, which saves no memory .* Set training\.unroll=1 and mesh\.p=1"):
+    with pytest.raises(
+        ValueError, match=r"offload, which saves no memory .* Set training\.unroll=1 and mesh\.p=1"
+    ):
         check_config(c)
     c.training.unroll, c.mesh.p = 1, 2
     with pytest.raises(ValueError, match=r"offload, which saves no memory .*, or with stages"):

@@ -1,4 +1,6 @@
-"""The loop over a stack of layers against a loop in Python: values, gradients, caches, however it is run."""
+"""The loop over a stack of layers against a loop in Python: values, gradients, caches, however it
+is run.
+"""
 
 import functools
 from types import SimpleNamespace
@@ -122,7 +124,9 @@ SOME = [("marked", 2), ("nothing", ROWS), ("offload", None)]
 OTHERS = [("dots", 1), ("everything", 2 * ROWS), ("marked", 1)]
 
 
-@pytest.mark.parametrize("pairs", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["some", "others"])
+@pytest.mark.parametrize(
+    "pairs", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["some", "others"]
+)
 def test_values_gradients_and_caches_are_those_of_a_loop_in_python(pairs):
     w, x, caches = inputs()
     expected = with_gradients(functools.partial(by_hand, numbers=range(ROWS)), w, x, caches)
@@ -155,7 +159,11 @@ def test_a_layer_that_gives_something_else():
         (x, lambda x: x[:, :3], r"gives f32\[4,3\]"),
         (x, lambda x: x.astype(jnp.bfloat16), r"gives bf16\[4,6\]"),
         (x, lambda x: None, "gives NoneType None"),
-        (of_pair, lambda x: x | {"first": jnp.bfloat16(x["first"])}, r"f32\[4,6\].*, and gives bf16.*, at \['first'\]"),
+        (
+            of_pair,
+            lambda x: x | {"first": jnp.bfloat16(x["first"])},
+            r"f32\[4,6\].*, and gives bf16.*, at \['first'\]",
+        ),
     ]:
         with pytest.raises(ShardError, match=message + "(?s:.*)return the residual stream"):
             run_layers(lambda w, x, index, place, attend, wrong=wrong: wrong(x), w, x)
@@ -202,5 +210,9 @@ def test_a_layer_that_changes_what_x_varies_over_is_named_by_its_own_line():
     spec = jax.sharding.PartitionSpec()
     body = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
     with pytest.raises(ShardError, match="varying over d") as raised:
-        jax.eval_shape(body, jax.ShapeDtypeStruct((2, 6), jnp.float32), jax.ShapeDtypeStruct((4, 6), jnp.float32))
+        jax.eval_shape(
+            body,
+            jax.ShapeDtypeStruct((2, 6), jnp.float32),
+            jax.ShapeDtypeStruct((4, 6), jnp.float32),
+        )
     assert raised.value.place.endswith(f"test_layers.py:{layer.__code__.co_firstlineno}")

@@ -1,4 +1,7 @@
-"""The loss in chunks of positions: memory, and what is refused. Its values and gradients: test_oracles.py."""
+"""The loss in chunks of positions: memory, and what is refused.
+
+Its values and gradients: test_oracles.py.
+"""
 
 import math
 import re
@@ -22,7 +25,9 @@ from tests.support import tiny
 
 
 def logits(chunk: int | None) -> set[int]:
-    """Sizes of the arrays with a dim of a device's 80 of the vocabulary, in the steps of training and evaluation."""
+    """Sizes of the arrays with a dim of a device's 80 of the vocabulary, in the steps of training
+    and evaluation.
+    """
     c = tiny.config(tiny.model(layers=1, vocab=160, d_model=48), microbatches=2, loss_chunk=chunk)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         state = jax.eval_shape(lambda: tiny.state(c))
@@ -36,7 +41,10 @@ def logits(chunk: int | None) -> set[int]:
 
 @pytest.mark.long
 def test_no_array_has_the_logits_of_all_positions():
-    """Two microbatches. A device has one row and 80 of the vocabulary, and a chunk 4 of 16 positions."""
+    """Two microbatches.
+
+    A device has one row and 80 of the vocabulary, and a chunk 4 of 16 positions.
+    """
     whole, chunked = logits(None), logits(4)
     assert 16 * 80 in whole, "this test can fail"
     assert 16 * 80 not in chunked
@@ -60,28 +68,38 @@ def test_gradients_of_weights_are_summed_in_f32():
             return shardops.psum("+r +d +t -> +r +d", total)
 
         table = OneWeight(Weight((1,), "vector"))
-        forward = SimpleNamespace(training=SimpleNamespace(loss_chunk=1), model=SimpleNamespace(table=table))
+        forward = SimpleNamespace(
+            training=SimpleNamespace(loss_chunk=1), model=SimpleNamespace(table=table)
+        )
 
         def loss(w):
             targets = Targets(jnp.zeros((1, 512), jnp.uint32), jnp.ones((1, 512), bool))
-            return shardops.psum("+r +d ->", sum_in_chunks(share, forward, at_rest(w, "compute"), x, targets))
+            return shardops.psum(
+                "+r +d ->", sum_in_chunks(share, forward, at_rest(w, "compute"), x, targets)
+            )
 
         return jax.grad(lambda w: 2 * loss(w))(w)
 
     with jax.set_mesh(tiny.mesh("one device")):
-        found = tiny.per_device(gradient, act="bfloat16")(jnp.ones((1, 512, 1), jnp.bfloat16), OneWeight(jnp.zeros(1)))
+        found = tiny.per_device(gradient, act="bfloat16")(
+            jnp.ones((1, 512, 1), jnp.bfloat16), OneWeight(jnp.zeros(1))
+        )
     assert float(found.gain[0]) == 1024
 
 
 def test_a_chunk_that_does_not_fit_is_refused():
     c = tiny.config(loss_chunk=5)
-    with pytest.raises(ValueError, match=r"training\.loss_chunk is 5; it must divide training\.seq_len = 16"):
+    with pytest.raises(
+        ValueError, match=r"training\.loss_chunk is 5; it must divide training\.seq_len = 16"
+    ):
         check_config(c)
     c.training.loss_chunk = 0
     with pytest.raises(ValueError, match=r"training\.loss_chunk is 0; it must be at least 1"):
         check_config(c)
     c.training.loss_chunk = 2
-    with pytest.raises(ValueError, match=r"training\.loss_chunk is 2; .* it must be a multiple of t = 8"):
+    with pytest.raises(
+        ValueError, match=r"training\.loss_chunk is 2; .* it must be a multiple of t = 8"
+    ):
         check_divides(c, {"r": 1, "d": 1, "t": 8})
 
 

@@ -1,4 +1,7 @@
-"""A module with a model of one's own (docs/models.md): its defects are named. By mutations of gpt2.py."""
+"""A module with a model of one's own (docs/models.md): its defects are named.
+
+By mutations of gpt2.py.
+"""
 
 import importlib
 import sys
@@ -24,7 +27,9 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def module(monkeypatch, tmp_path):
-    """Makes a copy of gpt2.py outside the repository, with (old, new) texts exchanged, the module `mine`."""
+    """Makes a copy of gpt2.py outside the repository, with (old, new) texts exchanged, the module
+    `mine`.
+    """
 
     def make(*changes):
         source = SOURCE
@@ -50,7 +55,10 @@ def test_as_it_is(module):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([("    heads: int = ", "    n_heads: int = ")], r"no ModelConfig\.heads; see docs/models.md"),
+        (
+            [("    heads: int = ", "    n_heads: int = ")],
+            r"no ModelConfig\.heads; see docs/models.md",
+        ),
         (
             [("    bos_id: int = 50256", "    bos: int = 50256"), ("bos_id=config", "bos=config")],
             r"no ModelConfig\.bos_id",
@@ -59,10 +67,21 @@ def test_as_it_is(module):
         ([("def logits(", "def output(")], r"no Model\.logits; see docs/models.md"),
         ([("    Weights = GPT2\n", "")], r"no Model\.Weights;"),
         ([(TABLE, "self.table = None")], "table is a NoneType; it must be a GPT2"),
-        ([("    Weights = GPT2\n", "    Weights = GPT2Layer\n")], "table is a GPT2; it must be a GPT2Layer"),
         (
-            [(TABLE, TABLE.replace("config,", "dataclasses.replace(config, layers=2 * config.layers),"))],
-            r"table has a stack of shape \(24, 768\) in `layers`; its first dim must be model.layers = 12",
+            [("    Weights = GPT2\n", "    Weights = GPT2Layer\n")],
+            "table is a GPT2; it must be a GPT2Layer",
+        ),
+        (
+            [
+                (
+                    TABLE,
+                    TABLE.replace(
+                        "config,", "dataclasses.replace(config, layers=2 * config.layers),"
+                    ),
+                )
+            ],
+            r"table has a stack of shape \(24, 768\) in `layers`; its first dim must be "
+            r"model.layers = 12",
         ),
     ],
 )
@@ -71,12 +90,16 @@ def test_a_part_that_is_missing(module, changes, message):
     any_text = ".*" if "no " in message else ""
     c = getattr(mine, "ModelConfig", types.SimpleNamespace)()
     c.module = "mine"
-    with pytest.raises(ValueError, match=f"model.module is 'mine', (whose|which) {any_text}{message}"):
+    with pytest.raises(
+        ValueError, match=f"model.module is 'mine', (whose|which) {any_text}{message}"
+    ):
         load_model(c)
 
 
 def test_no_module_of_that_name():
-    with pytest.raises(ValueError, match=r"put nowhere\.py where you start, or add its directory to PYTHONPATH"):
+    with pytest.raises(
+        ValueError, match=r"put nowhere\.py where you start, or add its directory to PYTHONPATH"
+    ):
         module_of("nowhere")
 
 
@@ -91,7 +114,8 @@ def test_a_module_that_does_not_import_says_why(module):
 def test_a_dim_without_a_size(module, new):
     mine = module(('"K": "heads",', new))
     with pytest.raises(
-        ValueError, match=r"table: layers.w_q: f32\[.*\]: dim K has no size; name its setting in ModelConfig.d"
+        ValueError,
+        match=r"table: layers.w_q: f32\[.*\]: dim K has no size; name its setting in ModelConfig.d",
     ):
         load_model(mine.ModelConfig(module="mine"))
 
@@ -99,7 +123,8 @@ def test_a_dim_without_a_size(module, new):
 def test_a_dim_of_the_trainer(module):
     mine = module(('"K": "heads",', '"K": "heads", "L": "layers",'))
     with pytest.raises(
-        ValueError, match=r"^ModelConfig.dims names L, a dim of the trainer: .* Give yours another name"
+        ValueError,
+        match=r"^ModelConfig.dims names L, a dim of the trainer: .* Give yours another name",
     ):
         load_model(mine.ModelConfig(module="mine"))
 
@@ -115,17 +140,28 @@ def test_a_dim_of_the_trainer(module):
             [('w_up: matrix["M/fsdp -> F/t"]', 'w_up: matrix["M -> F/t"]')],
             r"w_up: f32\['layers M F/t'\] is not sharded over d;",
         ),
-        ([("return 4 * self.d_model", "return 3 * self.d_model + 1")], "w_up: .*F is 193, which t = 2 devices do not"),
-        ([("@pytree_dataclass\nclass GPT2Layer", "@dataclasses.dataclass\nclass GPT2Layer")], "has a GPT2Layer where"),
+        (
+            [("return 4 * self.d_model", "return 3 * self.d_model + 1")],
+            "w_up: .*F is 193, which t = 2 devices do not",
+        ),
+        (
+            [("@pytree_dataclass\nclass GPT2Layer", "@dataclasses.dataclass\nclass GPT2Layer")],
+            "has a GPT2Layer where",
+        ),
     ],
 )
 def test_a_weight_that_is_not_of_its_type(module, changes, message):
     mine = module(*changes)
     c = mine.ModelConfig(vocab=64, positions=16, d_model=64, heads=8, layers=2)
-    with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match=f"the model's table.*{message}"):
+    with (
+        jax.set_mesh(tiny.mesh("d=4 t=2")),
+        pytest.raises(ValueError, match=f"the model's table.*{message}"),
+    ):
         jax.eval_shape(lambda: initialize(mine.Model(c).table, jax.random.key(0)))
 
 
 def test_a_kind_that_there_is_not():
-    with pytest.raises(ValueError, match="a Weight of kind 'matrices'; choose one of matrix, embedding"):
+    with pytest.raises(
+        ValueError, match="a Weight of kind 'matrices'; choose one of matrix, embedding"
+    ):
         Weight((2, 2), "matrices")

@@ -1,4 +1,7 @@
-"""Rules of attention: what a model asks of it, and paths that compute something else. Their values: test_context."""
+"""Rules of attention: what a model asks of it, and paths that compute something else.
+
+Their values: test_context.
+"""
 
 import dataclasses
 import types
@@ -25,11 +28,13 @@ MASKS = (causal, same_document)
 
 
 def test_a_window_of_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"Window\(0\) has no positions; its size must be at least 1"):
+    with pytest.raises(
+        ValueError, match=r"Window\(0\) has no positions; its size must be at least 1"
+    ):
         Window(0)
 
 
-# ---- what a model asks of attention -------------------------------------------------------------------------------
+# ---- what a model asks of attention --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("length", "size"), [(1, 1), (7, 3), (64, 64), (1000, 3), (64, 5000)])
@@ -45,7 +50,9 @@ def test_attended_keys_are_the_entries_of_the_mask(length, size):
     }
     for visible, mask in masks.items():
         full = np.broadcast_to(mask, (length, length))
-        assert AttentionMask(visible).attended(length) == pytest.approx(full.sum() / length, rel=1e-12)
+        assert AttentionMask(visible).attended(length) == pytest.approx(
+            full.sum() / length, rel=1e-12
+        )
 
 
 def test_attended_keys_of_an_unknown_condition_in_a_long_sequence():
@@ -73,7 +80,9 @@ class Alternating(train.Llama):
 
 
 def forward_of(kind, compute_dtype="f32", attention="auto", **changes) -> train.Forward:
-    c = tiny.config(tiny.model(layers=4), compute_dtype=compute_dtype, attention=attention, **changes)
+    c = tiny.config(
+        tiny.model(layers=4), compute_dtype=compute_dtype, attention=attention, **changes
+    )
     return tiny.forward_of(kind(c.model), c.training)
 
 
@@ -83,26 +92,35 @@ def test_calls_are_those_of_each_layer_of_a_period():
         calls = calls_of(forward_of(Alternating), 256)
     assert [(call.place, call.pattern) for call in calls] == list(enumerate(Alternating.rules))
     assert {call.q.shape for call in calls} == {(1, 256, 4, 2, 4)}
-    c = tiny.config(gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, dropout=0.1, bos_id=0))
+    c = tiny.config(
+        gpt2.ModelConfig(
+            vocab=64, positions=16, d_model=32, layers=2, heads=8, dropout=0.1, bos_id=0
+        )
+    )
     with jax.set_mesh(mesh):
         assert [call.dropout for call in calls_of(tiny.forward(c), 16)] == [True]
 
 
-# ---- the comparison before the first step -------------------------------------------------------------------------
+# ---- the comparison before the first step --------------------------------------------------------
 
 
 @pytest.mark.long
 def test_paths_that_agree_pass(monkeypatch):
     compared = []
     plain = kernel_checks._differ
-    monkeypatch.setattr(kernel_checks, "_differ", lambda given: compared.append(given) or plain(given))
+    monkeypatch.setattr(
+        kernel_checks, "_differ", lambda given: compared.append(given) or plain(given)
+    )
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         forward = forward_of(Alternating, "bf16")
         check_paths(tiny.step_of(forward, 256))
         assert len(compared) == 2
         check_paths(tiny.step_of(forward, 128))  # einsum: there is nothing to compare
-    with jax.set_mesh(make_mesh(jax.devices()[:4], d=2, p=2)):  # stages, also where p does not divide the layers
-        check_paths(tiny.step_of(tiny.forward(tiny.config(tiny.model(layers=3), attention="blockwise")), 16))
+    with jax.set_mesh(make_mesh(jax.devices()[:4], d=2, p=2)):
+        # stages, also where p does not divide the layers
+        check_paths(
+            tiny.step_of(tiny.forward(tiny.config(tiny.model(layers=3), attention="blockwise")), 16)
+        )
     assert len(compared) == 3
 
 
@@ -120,7 +138,10 @@ class OfOthers(train.Llama):
 
 @pytest.mark.long
 def test_a_rule_of_training_alone_is_compared():
-    with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match="attention by blockwise is not what"):
+    with (
+        jax.set_mesh(tiny.mesh("d=4 t=2")),
+        pytest.raises(ValueError, match="attention by blockwise is not what"),
+    ):
         check_paths(tiny.step_of(forward_of(OfOthers, attention="blockwise"), 32))
 
 
@@ -142,7 +163,10 @@ def test_an_edit_of_one_path_alone_is_named(monkeypatch):
 
 
 def test_a_rule_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"^mask_mod=.* is not a tuple of functions: write \(causal, same_document\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"^mask_mod=.* is not a tuple of functions: write \(causal, same_document\)",
+    ):
         AttentionMask(mask_mod=[causal])
 
 
@@ -161,13 +185,18 @@ def test_an_error_of_the_blocks_is_found(dropped, monkeypatch):
 
         def few(q, k, v, mask, block):
             positions = mask.queries._replace(document=jnp.minimum(mask.queries.document, 2))
-            return plain(q, k, v, dataclasses.replace(mask, queries=positions, keys=positions), block)
+            return plain(
+                q, k, v, dataclasses.replace(mask, queries=positions, keys=positions), block
+            )
 
         monkeypatch.setattr(attention_paths, "blockwise", few)
     else:
         monkeypatch.setattr(blockwise_module, "_seen_blocks", wrong)
     monkeypatch.setitem(blockwise_module.BLOCKS, "cpu", 512)
-    with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match="attention by blockwise is not what"):
+    with (
+        jax.set_mesh(tiny.mesh("one device")),
+        pytest.raises(ValueError, match="attention by blockwise is not what"),
+    ):
         check_paths(tiny.step_of(forward_of(train.Llama, "bf16", attention="blockwise"), 256))
 
 
@@ -184,7 +213,10 @@ def test_values_of_another_device_of_a_ring_are_found(monkeypatch):
         return in_turns(task, keys, carry, step, gradients)
 
     monkeypatch.setattr(blockwise_module, "_in_turns", wrong)
-    with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match="attention by ring is not what"):
+    with (
+        jax.set_mesh(tiny.mesh("c=4")),
+        pytest.raises(ValueError, match="attention by ring is not what"),
+    ):
         check_paths(tiny.step_of(forward_of(train.Llama, context="ring"), 256))
 
 
@@ -196,22 +228,36 @@ def test_nan_on_one_device_is_found(monkeypatch):
     def first(positions):
         return positions._replace(document=jnp.ones_like(positions.document))
 
-    monkeypatch.setattr(blockwise_module, "_seen_blocks", lambda task, q, positions: seen(task, q, first(positions)))
-    with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match="attention by ring is not what"):
+    monkeypatch.setattr(
+        blockwise_module, "_seen_blocks", lambda task, q, positions: seen(task, q, first(positions))
+    )
+    with (
+        jax.set_mesh(tiny.mesh("c=4")),
+        pytest.raises(ValueError, match="attention by ring is not what"),
+    ):
         check_paths(tiny.step_of(forward_of(train.Llama, context="ring"), 256))
 
 
 def one_copy(x, repeats, axis):
     """jnp.repeat, in which the first copy alone has a gradient."""
-    rest = jnp.repeat(lax.stop_gradient(x), repeats, axis).reshape(*x.shape[: axis + 1], repeats, *x.shape[axis + 1 :])
-    return rest.at[(*[slice(None)] * (axis + 1), 0)].set(x).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    rest = jnp.repeat(lax.stop_gradient(x), repeats, axis).reshape(
+        *x.shape[: axis + 1], repeats, *x.shape[axis + 1 :]
+    )
+    return (
+        rest.at[(*[slice(None)] * (axis + 1), 0)]
+        .set(x)
+        .reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    )
 
 
 @pytest.mark.parametrize(
-    ("wrong", "path"), [("order", "einsum"), pytest.param("one copy", "blockwise", marks=pytest.mark.long)]
+    ("wrong", "path"),
+    [("order", "einsum"), pytest.param("one copy", "blockwise", marks=pytest.mark.long)],
 )
 def test_heads_that_ulysses_divides_otherwise_are_found(wrong, path, monkeypatch):
-    """The proof's one device divides them as the mesh does, and einsum by ulysses would be as wrong as blockwise."""
+    """The proof's one device divides them as the mesh does, and einsum by ulysses would be as wrong
+    as blockwise.
+    """
     if wrong == "one copy":
         numpy = types.SimpleNamespace(**vars(jnp) | {"repeat": one_copy})
         monkeypatch.setattr(context_module, "jnp", numpy)
@@ -225,7 +271,9 @@ def test_heads_that_ulysses_divides_otherwise_are_found(wrong, path, monkeypatch
 
         monkeypatch.setattr(context_module, "shardops", ops)
     message = f"attention by ulysses, {path} is not what"
-    forward = tiny.forward(tiny.config(tiny.model(n_kv=2, n_q_per_kv=4), context="ulysses", attention=path))
+    forward = tiny.forward(
+        tiny.config(tiny.model(n_kv=2, n_q_per_kv=4), context="ulysses", attention=path)
+    )
     with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match=message):
         check_paths(tiny.step_of(forward, 256))
 
@@ -237,8 +285,13 @@ def test_queries_of_a_ring_that_see_nothing_of_a_block_are_found(monkeypatch):
 
     def wrong(*args):
         scores, gradients = scores_of(*args)
-        return jnp.where(jnp.all(jnp.isneginf(scores), axis=-1, keepdims=True), 0.0, scores), gradients
+        return jnp.where(
+            jnp.all(jnp.isneginf(scores), axis=-1, keepdims=True), 0.0, scores
+        ), gradients
 
     monkeypatch.setattr(blockwise_module, "_scores", wrong)
-    with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match="attention by ring is not what"):
+    with (
+        jax.set_mesh(tiny.mesh("c=4")),
+        pytest.raises(ValueError, match="attention by ring is not what"),
+    ):
         check_paths(tiny.step_of(forward_of(train.Llama, context="ring"), 256))

@@ -20,7 +20,9 @@ def test_it_solves_unit_triangles(shape, ones):
     generator = np.random.default_rng(0)
     a = np.tril(np.ones((*shape, shape[-1]))) if ones else triangles(generator, *shape, shape[-1])
     x = generator.normal(size=(*shape, 5))
-    assert np.allclose(solve_unit_lower(np.float32(a), np.float32(x)), np.linalg.solve(a, x), rtol=1e-5, atol=1e-5)
+    assert np.allclose(
+        solve_unit_lower(np.float32(a), np.float32(x)), np.linalg.solve(a, x), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_many_devices_solve_many_at_once():
@@ -29,6 +31,13 @@ def test_many_devices_solve_many_at_once():
     generator = np.random.default_rng(0)
     a, x = triangles(generator, 2048, 64, 64), generator.normal(size=(2048, 64, 4))
     with jax.set_mesh(mesh):
-        solve = jax.jit(jax.shard_map(solve_unit_lower, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d")))
-        given = [jax.device_put(np.float32(y), jax.NamedSharding(mesh, PartitionSpec("d"))) for y in (a, x)]
+        solve = jax.jit(
+            jax.shard_map(
+                solve_unit_lower, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d")
+            )
+        )
+        given = [
+            jax.device_put(np.float32(y), jax.NamedSharding(mesh, PartitionSpec("d")))
+            for y in (a, x)
+        ]
         assert np.allclose(solve(*given), np.linalg.solve(a, x), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,6 @@
-"""Weights that are declared in one line each: their table and types, against what is written out and numpy."""
+"""Weights that are declared in one line each: their table and types, against what is written out
+and numpy.
+"""
 
 import dataclasses
 import re
@@ -108,7 +110,8 @@ def table(c: Sizes | None = None, **changes: dict) -> Weights:
     return table_of(Weights, c or Sizes(), lambda fan_in: 3 / fan_in**0.5, changes)
 
 
-STACKED = {  # name: shape without the layers, fan-in or None, mean, numbers of inputs and outputs, share used
+# name: shape without the layers, fan-in or None, mean, numbers of inputs and outputs, share used
+STACKED = {
     "norm": ((16,), None, 1.0, 0, 0, 1.0),
     "w_q": ((16, 8, 8), 16, 0.0, 1, 2, 1.0),
     "w_kv": ((16, 2, 8, 8), 16, 0.0, 1, 3, 1.0),
@@ -130,12 +133,24 @@ def test_shape_and_initial_values_follow_from_the_declaration():
         return Weight((6, *shape), kind, std, mean, inputs, outputs, used)
 
     layers = table().layers
-    assert {name: getattr(layers, name) for name in STACKED} == {name: weight(*of) for name, of in STACKED.items()}
+    assert {name: getattr(layers, name) for name in STACKED} == {
+        name: weight(*of) for name, of in STACKED.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("size", "at_rest"),
-    [(8, "D/t/d"), (16, "D/t/d"), (4, "D/t"), (6, "D/t"), (20, "D/t"), (12, "D/t"), (3, "D"), (1, "D"), (7, "D")],
+    [
+        (8, "D/t/d"),
+        (16, "D/t/d"),
+        (4, "D/t"),
+        (6, "D/t"),
+        (20, "D/t"),
+        (12, "D/t"),
+        (3, "D"),
+        (1, "D"),
+        (7, "D"),
+    ],
 )
 def test_a_vector_is_sharded_over_as_many_axes_as_divide_it(size, at_rest):
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
@@ -143,7 +158,9 @@ def test_a_vector_is_sharded_over_as_many_axes_as_divide_it(size, at_rest):
             (found,) = [t for _, t, _ in arrays_in(Array["layers/p", gain["D"]], value)]
             assert str(found.spec) == f"layers {at_rest}"
             assert {*found.spec.sharded} | {*found.whole} == {"t", "d"}
-        (scalar,) = [t for _, t, _ in arrays_in(Array["layers/p", gain[""]], Weight((6,), "vector"))]
+        (scalar,) = [
+            t for _, t, _ in arrays_in(Array["layers/p", gain[""]], Weight((6,), "vector"))
+        ]
     assert (str(scalar.spec), {*scalar.whole}) == ("layers", {"t", "d"})
 
 
@@ -153,7 +170,10 @@ def test_tables_of_ids_and_changes():
     assert table().embed == Weight((32, 16), "embedding", 1.0)
     assert found.embed == Weight((32, 16), "unembedding", 1.0)
     assert found.unembed == Weight((32, 16), "unembedding", 0.75)
-    assert (found.final, table().final) == (Weight((16,), "vector", mean=0.5), Weight((16,), "vector", mean=1.0))
+    assert (found.final, table().final) == (
+        Weight((16,), "vector", mean=0.5),
+        Weight((16,), "vector", mean=1.0),
+    )
     assert (found.layers.w_q.std, found.layers.w_o.std) == (0.1, 3 / 8)
 
 
@@ -179,7 +199,11 @@ def test_the_dtype_in_which_a_weight_is_used_and_its_dims_when_it_is_gathered_ah
     assert [of(name) for name in ("at_rest", "w_up", "w_down", "router")] == [
         ("act", "E/e F/t"), ("act", "E/e M F/t"), ("act", "E/e F/t M"), ("f32", "M/t E"),
     ]  # fmt: skip
-    assert [str(found[name].ahead) for name in ("embed", "final", "unembed")] == ["V/t/p M", "M", "V/t/p M"]
+    assert [str(found[name].ahead) for name in ("embed", "final", "unembed")] == [
+        "V/t/p M",
+        "M",
+        "V/t/p M",
+    ]
 
 
 def test_a_change_of_what_a_weight_has_not_is_refused():
@@ -222,9 +246,15 @@ def test_initial_values_have_the_spread_of_their_fan_in():
     with jax.set_mesh(tiny.mesh("one device")):
         made = jax.jit(lambda key: initialize(table(large), key))(jax.random.key(0))
     w = jax.tree.map(np.asarray, made)
-    for x, expected in [(w.layers.w_q, 128), (w.layers.w_o, 128), (w.layers.w_down, 512), (w.unembed, 128)]:
+    for x, expected in [
+        (w.layers.w_q, 128),
+        (w.layers.w_o, 128),
+        (w.layers.w_down, 512),
+        (w.unembed, 128),
+    ]:
         assert np.std(x) == pytest.approx(3 / expected**0.5, rel=0.01)
-        assert np.abs(x).max() / np.std(x) == pytest.approx(2 / 0.8796, rel=0.01)  # std of a normal cut at 2
+        # std of a normal cut at 2
+        assert np.abs(x).max() / np.std(x) == pytest.approx(2 / 0.8796, rel=0.01)
     assert np.std(w.embed) == pytest.approx(1, rel=0.01)
     assert all(np.all(x == 1) for x in (w.layers.norm, w.layers.present, w.final))
     assert all(np.all(x == 0) for x in (w.layers.b_q, w.layers.b_o, w.layers.at_rest))
@@ -233,11 +263,13 @@ def test_initial_values_have_the_spread_of_their_fan_in():
 def test_a_dim_without_a_setting_is_one_line():
     @dataclasses.dataclass
     class Lacking(Sizes):
-        dims: ClassVar[dict[str, str]] = {dim: name for dim, name in Sizes.dims.items() if dim != "D"}
+        dims: ClassVar[dict[str, str]] = {
+            dim: name for dim, name in Sizes.dims.items() if dim != "D"
+        }
 
     message = (
-        "the model's table: layers.w_q: f32['layers/p M/fsdp K/t D']: dim D has no size; name its setting in "
-        "Lacking.dims, or write a number instead."
+        "the model's table: layers.w_q: f32['layers/p M/fsdp K/t D']: dim D has no size; name its "
+        "setting in Lacking.dims, or write a number instead."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         table(Lacking())

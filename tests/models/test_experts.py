@@ -1,4 +1,7 @@
-"""Mixtures of experts: layers against plain loops and transformers. Whole steps: tests/train/test_oracles.py."""
+"""Mixtures of experts: layers against plain loops and transformers.
+
+Whole steps: tests/train/test_oracles.py.
+"""
 
 import dataclasses
 import importlib.util
@@ -30,11 +33,19 @@ def oracles():
 
 
 def small(**changes) -> moe.ModelConfig:
-    sizes = {"vocab": 64, "d_model": 32, "layers": 2, "n_kv": 8, "n_q_per_kv": 2, "d_head": 8, "d_ff": 24}
+    sizes = {
+        "vocab": 64,
+        "d_model": 32,
+        "layers": 2,
+        "n_kv": 8,
+        "n_q_per_kv": 2,
+        "d_head": 8,
+        "d_ff": 24,
+    }
     return moe.ModelConfig(**sizes | {"experts": 8, "experts_per_token": 3} | changes)
 
 
-# ---- one layer ----------------------------------------------------------------------------------------------------
+# ---- one layer -----------------------------------------------------------------------------------
 
 MESH = "e=2 c=2 t=2"
 B, L = 8, 16
@@ -58,7 +69,9 @@ def with_slots(chosen: np.ndarray, pools: int, slots: int) -> np.ndarray:
 
 
 def plain(x, w, c, slots=None):
-    """The experts of each position, one after the other, of whole arrays. Each pool has `slots` slots for a sequence.
+    """The experts of each position, one after the other, of whole arrays.
+
+    Each pool has `slots` slots for a sequence.
 
     Also which choices found a slot.
     """
@@ -70,7 +83,9 @@ def plain(x, w, c, slots=None):
     lowest = jnp.sort(scores, axis=-1)[..., -c.experts_per_token, None]
     chosen = scores >= lowest
     kept = (
-        chosen if slots is None else with_slots(np.asarray(jax.lax.stop_gradient(chosen)), c.pools or c.experts, slots)
+        chosen
+        if slots is None
+        else with_slots(np.asarray(jax.lax.stop_gradient(chosen)), c.pools or c.experts, slots)
     )
     weights = scores / jnp.sum(scores * chosen, axis=-1, keepdims=True) if c.normalize else scores
     out = jnp.zeros_like(x)
@@ -78,7 +93,11 @@ def plain(x, w, c, slots=None):
         gate, up = x @ w.w_gate[i] + b_gate[i], x @ w.w_up[i] + b_up[i]
         if biased:
             gate = jnp.where(gate > 7, 7, gate)
-            hidden = gate / (1 + jnp.exp(-1.702 * gate)) * (jnp.where(abs(up) > 7, 7 * jnp.sign(up), up) + 1)
+            hidden = (
+                gate
+                / (1 + jnp.exp(-1.702 * gate))
+                * (jnp.where(abs(up) > 7, 7 * jnp.sign(up), up) + 1)
+            )
         else:
             hidden = jax.nn.silu(gate) * up
         y = hidden @ w.w_down[i] + b_down[i]
@@ -109,7 +128,10 @@ def used(w: moe.Layer):
     ],
 )
 def test_a_layer_is_that_of_plain_loops_as_on(platform, slots, pools, monkeypatch):
-    """On a GPU rows are added in turns, not by a scatter. On a TPU groups of rows are multiplied by `ragged_dot`."""
+    """On a GPU rows are added in turns, not by a scatter.
+
+    On a TPU groups of rows are multiplied by `ragged_dot`.
+    """
     monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform=platform))
     test_a_layer_is_that_of_plain_loops_on_every_mesh("e=2 c=2 t=2", slots, pools, False)
 
@@ -147,7 +169,9 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools, bias):
     def both(
         x: f32["B/b L/c/t M"], w: moe.Layer, out: f32["B/b L/c/t M"], counts: COUNTS
     ) -> tuple[f32[""], f32[""], f32["B/b L/c/t M"], moe.Layer]:
-        (value, filled), (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w, out, counts)
+        (value, filled), (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+            x, w, out, counts
+        )
         return value, jnp.float32(filled), dx, dw
 
     with jax.set_mesh(tiny.mesh(mesh)):
@@ -156,10 +180,14 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools, bias):
     def reference(x, w):
         return (lambda y, kept: (jnp.sum(y * out), kept))(*plain(x, w, c, slots))
 
-    (expected, kept), (x_expected, w_expected) = jax.value_and_grad(reference, argnums=(0, 1), has_aux=True)(x, w)
+    (expected, kept), (x_expected, w_expected) = jax.value_and_grad(
+        reference, argnums=(0, 1), has_aux=True
+    )(x, w)
     of_tokens = np.sum(kept, axis=-1)
     are_dropped = of_tokens.sum() < B * L * c.experts_per_token
-    assert slots is None or (filled == of_tokens[PADDED].sum() and are_dropped == ((slots, pools) != (48, 1)))
+    assert slots is None or (
+        filled == of_tokens[PADDED].sum() and are_dropped == ((slots, pools) != (48, 1))
+    )
     np.testing.assert_allclose(value, expected, rtol=1e-5)
 
     def near(a, b):
@@ -170,7 +198,9 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools, bias):
     if bias:
         near(dw.b_router, w_expected.b_router)
     for name in ("w_gate", "w_up", "w_down", *(("b_gate", "b_up", "b_down") if bias else ())):
-        for ours, theirs in zip(getattr(dw, name), np.asarray(getattr(w_expected, name)), strict=True):
+        for ours, theirs in zip(
+            getattr(dw, name), np.asarray(getattr(w_expected, name)), strict=True
+        ):
             near(ours, theirs)
 
 
@@ -205,13 +235,15 @@ def test_an_expert_without_tokens_has_a_zero_gradient(platform, slots, pools, mo
         assert np.all(of_experts[np.arange(8) != 5] > 0)
 
 
-# ---- losses -------------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 
 
 def extras(c, w, x, counts=None):
     """Loss of a layer, its gradient by the router and its bias, and the load of each expert."""
 
-    def run(x: f32["B/b L/c/t M"], w: moe.Layer, counts: COUNTS) -> tuple[f32[""], moe.Layer, f32["E"]]:
+    def run(
+        x: f32["B/b L/c/t M"], w: moe.Layer, counts: COUNTS
+    ) -> tuple[f32[""], moe.Layer, f32["E"]]:
         def loss(w):
             w = used(w)
             found = moe.aux_of(moe.route(x, w, c), None, counts, jnp.float32(total), w, c)
@@ -234,14 +266,22 @@ def test_the_balance_loss_is_that_of_transformers_for_each_sequence():
     x, w = np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32), layer_of(c)
     router = torch.tensor(w.router, requires_grad=True)
     logits = torch.tensor(x) @ router
-    balance = sum(load_balancing_loss_func((of,), c.experts, c.experts_per_token) for of in logits) / B
+    balance = (
+        sum(load_balancing_loss_func((of,), c.experts, c.experts_per_token) for of in logits) / B
+    )
     expected = 0.25 * balance + 0.5 * torch.logsumexp(logits, dim=-1).square().mean()
     expected.backward()
     value, g, load = extras(c, w, x)
     np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
-    np.testing.assert_allclose(g.router, router.grad, rtol=0, atol=1e-5 * router.grad.abs().max().item())
-    counts = torch.bincount(torch.topk(logits, c.experts_per_token).indices.flatten(), minlength=c.experts)
-    np.testing.assert_allclose(load, counts.numpy() / (B * L * c.experts_per_token / c.experts), rtol=1e-6)
+    np.testing.assert_allclose(
+        g.router, router.grad, rtol=0, atol=1e-5 * router.grad.abs().max().item()
+    )
+    counts = torch.bincount(
+        torch.topk(logits, c.experts_per_token).indices.flatten(), minlength=c.experts
+    )
+    np.testing.assert_allclose(
+        load, counts.numpy() / (B * L * c.experts_per_token / c.experts), rtol=1e-6
+    )
 
 
 def test_padding_counts_in_no_loss_and_no_metric():
@@ -256,20 +296,26 @@ def test_padding_counts_in_no_loss_and_no_metric():
         logits = of_sequence[is_there] @ w.router
         scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
         chosen = np.zeros_like(scores)
-        np.put_along_axis(chosen, np.argsort(-(scores + w.router_bias))[:, : c.experts_per_token], 1, axis=1)
+        np.put_along_axis(
+            chosen, np.argsort(-(scores + w.router_bias))[:, : c.experts_per_token], 1, axis=1
+        )
         loads += chosen.sum(axis=0)
         if n := len(scores):
             balance += n / total * c.experts * (chosen.mean(axis=0) @ scores.mean(axis=0))
         z_loss += np.square(np.log(np.exp(logits).sum(axis=1))).sum() / total
     np.testing.assert_allclose(value, 0.25 * balance + 0.5 * z_loss, rtol=1e-5)
     np.testing.assert_allclose(load, loads / total * c.experts / c.experts_per_token, rtol=1e-6)
-    np.testing.assert_allclose(g.router_bias, 0.5 * (loads / total - c.experts_per_token / c.experts), atol=1e-7)
+    np.testing.assert_allclose(
+        g.router_bias, 0.5 * (loads / total - c.experts_per_token / c.experts), atol=1e-7
+    )
 
 
 def test_the_correction_bias_moves_alone():
     """Its own gradient is compared above; the loss and the router's gradient are 0."""
     c = small(correction_bias=True, bias_rate=0.5)
-    value, g, _ = extras(c, layer_of(c), np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32))
+    value, g, _ = extras(
+        c, layer_of(c), np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32)
+    )
     assert value == 0
     assert not g.router.any()
     assert g.router_bias.any()
@@ -277,10 +323,20 @@ def test_the_correction_bias_moves_alone():
 
 @pytest.mark.long
 def test_microbatches_change_no_gradient_and_no_metric():
-    """Nor does the loss: those of the layers are means over the tokens that count, of which a microbatch has more."""
-    c = small(correction_bias=True, bias_rate=0.5, balance_loss=0.25, router_z_loss=0.5, capacity_factor=0.5)
+    """Nor does the loss: those of the layers are means over the tokens that count, of which a
+    microbatch has more.
+    """
+    c = small(
+        correction_bias=True,
+        bias_rate=0.5,
+        balance_loss=0.25,
+        router_z_loss=0.5,
+        capacity_factor=0.5,
+    )
     batch = tiny.host_batch()
-    batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & (np.arange(len(batch.targets)) % 4 < 3)[:, None])
+    batch = dataclasses.replace(
+        batch, loss_mask=batch.loss_mask & (np.arange(len(batch.targets)) % 4 < 3)[:, None]
+    )
     found = []
     for on_mesh, microbatches in (("one device", 1), ("p=2 d=2", 4)):
         config = tiny.config(c, microbatches=microbatches)
@@ -291,7 +347,9 @@ def test_microbatches_change_no_gradient_and_no_metric():
     largest, dropped = metrics.by_name()["largest_load"], metrics.by_name()["dropped"]
     assert (largest > 1).all()
     assert (dropped > 0).all()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max()), *found)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max()), *found
+    )
 
 
 def gradients_of(w, config, batch=None):
@@ -302,9 +360,15 @@ def gradients_of(w, config, batch=None):
     return jax.tree.map(np.asarray, tiny.per_device(run)(w, tiny.place_batch(config, batch)))
 
 
-# ---- the proof ----------------------------------------------------------------------------------------------------
+# ---- the proof -----------------------------------------------------------------------------------
 
-ALL = {"correction_bias": True, "shared_experts": 2, "scores": "sigmoid", "groups": 2, "qk_norm_all": True}
+ALL = {
+    "correction_bias": True,
+    "shared_experts": 2,
+    "scores": "sigmoid",
+    "groups": 2,
+    "qk_norm_all": True,
+}
 ALL |= {"expert_bias": True, "activation": "clamped", "groups_per_token": 1}
 
 
@@ -319,9 +383,20 @@ ALL |= {"expert_bias": True, "activation": "clamped", "groups_per_token": 1}
     ],
 )
 def test_steps_are_proved(sizes, factor, pools, settings):
-    """Routing, both exchanges and the losses are followed. Of pools only the products are taken to be right."""
+    """Routing, both exchanges and the losses are followed.
+
+    Of pools only the products are taken to be right.
+    """
     given = {key: value for key, value in settings.items() if key != "algorithm"}
-    c = small(layers=2, capacity_factor=factor, pools=pools, balance_loss=0.1, router_z_loss=0.1, d_head=16, **given)
+    c = small(
+        layers=2,
+        capacity_factor=factor,
+        pools=pools,
+        balance_loss=0.1,
+        router_z_loss=0.1,
+        d_head=16,
+        **given,
+    )
     c = tiny.config(dataclasses.replace(c, experts=16), microbatches=2, batch_size=16)
     c.optimizer = tiny.optimizer(algorithm=settings.get("algorithm", "adamw"))
     mesh = {word[0]: int(word[1:]) for word in sizes.split()}
@@ -332,7 +407,9 @@ def test_steps_are_proved(sizes, factor, pools, settings):
 
 @pytest.mark.long
 def test_losses_of_layers_that_one_device_alone_scales_are_refused():
-    """Stages add them up in the pipeline, and one device in `loss_and_gradients`: a line of the losses is named."""
+    """Stages add them up in the pipeline, and one device in `loss_and_gradients`: a line of the
+    losses is named.
+    """
     file, old = "train.py", "loss + jnp.sum(aux.loss) / forward.training.microbatches"
     source = (ROOT / file).read_text()
     assert source.count(old) == 1
@@ -340,12 +417,17 @@ def test_losses_of_layers_that_one_device_alone_scales_are_refused():
     changed = train_with({file: source.replace(old, old.replace("jnp.sum", "50 * jnp.sum"))})
     with changed as module, tiny.abstract_mesh({"r": 1, "d": 2, "t": 1, "p": 2}):
         found = find_unsound(trace_step(c, load_model(c.model), spec=module.SPEC))
-    assert "one device runs another program, in which this line does something else" in str(found[0])
+    assert "one device runs another program, in which this line does something else" in str(
+        found[0]
+    )
 
 
 @pytest.mark.parametrize("pools", [None, pytest.param(1, marks=pytest.mark.long)])
 def test_experts_are_causal(pools):
-    """What is sampled and evaluated drops nothing. In training the first choices of a sequence have the slots."""
+    """What is sampled and evaluated drops nothing.
+
+    In training the first choices of a sequence have the slots.
+    """
     c = tiny.config(small(layers=1, capacity_factor=1.0, pools=pools))
     with jax.set_mesh(tiny.mesh("one device")):
         assert check_causal(tiny.step_of(tiny.forward(c), 64, 2)) == ""
@@ -353,10 +435,12 @@ def test_experts_are_causal(pools):
 
 LAST_CHOICES = {  # an edit that gives slots to the last choices of a sequence
     "choice = jnp.where(chosen, jnp.arange(length * n, dtype=jnp.int32), length * n)": (
-        "choice = jnp.where(chosen, length * n - 1 - jnp.arange(length * n, dtype=jnp.int32), length * n)"
+        "choice = jnp.where(chosen, length * n - 1 - jnp.arange(length * n, dtype=jnp.int32), "
+        "length * n)"
     ),
     "    token = choice": (
-        "    choice = jnp.where(choice < length * n, length * n - 1 - choice, choice)\n    token = choice"
+        "    choice = jnp.where(choice < length * n, length * n - 1 - choice, choice)\n    token = "
+        "choice"
     ),
 }
 
@@ -379,13 +463,24 @@ def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
 
 
 def test_the_block_of_deepseek_v3():
-    """Router, experts and two shared ones: values and all gradients, each expert by its own largest entry."""
+    """Router, experts and two shared ones: values and all gradients, each expert by its own largest
+    entry.
+    """
     torch, transformers = oracles()
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-    settings = {"scores": "sigmoid", "groups": 4, "groups_per_token": 2, "correction_bias": True, "weight_scale": 2.5}
+    settings = {
+        "scores": "sigmoid",
+        "groups": 4,
+        "groups_per_token": 2,
+        "correction_bias": True,
+        "weight_scale": 2.5,
+    }
     c = small(**settings, experts=16, experts_per_token=3, shared_experts=2)
-    w, (x, out) = layer_of(c), np.random.default_rng(1).normal(size=(2, B, L, 32)).astype(np.float32)
+    w, (x, out) = (
+        layer_of(c),
+        np.random.default_rng(1).normal(size=(2, B, L, 32)).astype(np.float32),
+    )
     config = transformers.DeepseekV3Config(
         hidden_size=32, moe_intermediate_size=c.d_ff, n_routed_experts=16, num_experts_per_tok=3, n_group=4,
         topk_group=2, routed_scaling_factor=2.5, n_shared_experts=2,
@@ -396,7 +491,9 @@ def test_the_block_of_deepseek_v3():
         {
             "gate.weight": tensor(w.router.T),
             "gate.e_score_correction_bias": tensor(w.router_bias),
-            "experts.gate_up_proj": tensor(np.concatenate([w.w_gate, w.w_up], axis=2).swapaxes(1, 2)),
+            "experts.gate_up_proj": tensor(
+                np.concatenate([w.w_gate, w.w_up], axis=2).swapaxes(1, 2)
+            ),
             "experts.down_proj": tensor(w.w_down.swapaxes(1, 2)),
             "shared_experts.gate_proj.weight": tensor(w.shared_gate.T),
             "shared_experts.up_proj.weight": tensor(w.shared_up.T),
@@ -415,7 +512,9 @@ def test_the_block_of_deepseek_v3():
         total = shardops.einsum_unreduced("B/b L/c/t M, B/b L/c/t M -> +b +c +t", y, out)
         return shardops.psum("+b +c +t ->", total)
 
-    def both(w: moe.Layer, x: f32["B/b L/c/t M"], out: f32["B/b L/c/t M"]) -> tuple[f32[""], moe.Layer]:
+    def both(
+        w: moe.Layer, x: f32["B/b L/c/t M"], out: f32["B/b L/c/t M"]
+    ) -> tuple[f32[""], moe.Layer]:
         return jax.value_and_grad(loss)(w, x, out)
 
     with jax.set_mesh(tiny.mesh("e=2 c=2 t=2")):
@@ -437,11 +536,16 @@ def test_the_block_of_deepseek_v3():
 
 def test_evaluation_computes_the_chosen_experts_alone(monkeypatch):
     """The logits are those of all experts."""
-    c, ids = tiny.config(small(capacity_factor=0.25, experts_per_token=1)), tiny.host_batch().targets
+    c, ids = (
+        tiny.config(small(capacity_factor=0.25, experts_per_token=1)),
+        tiny.host_batch().targets,
+    )
     starts = np.arange(tiny.LENGTH)[None] == np.zeros((len(ids), 1))
     with jax.set_mesh(tiny.mesh(MESH)):
         of = tiny.forward_of(moe.Model(c.model), c.training, in_training=False)
-        w = jax.tree.map(lambda x: jax.random.normal(jax.random.key(sum(x.shape)), x.shape), of.model.table)
+        w = jax.tree.map(
+            lambda x: jax.random.normal(jax.random.key(sum(x.shape)), x.shape), of.model.table
+        )
 
         def logits() -> np.ndarray:
             @tiny.per_device

@@ -1,4 +1,7 @@
-"""Models of each family against transformers' own: logits, greedy texts, there and back. Gradients: test_oracles."""
+"""Models of each family against transformers' own: logits, greedy texts, there and back.
+
+Gradients: test_oracles.
+"""
 
 import dataclasses
 import json
@@ -72,16 +75,28 @@ OURS = {
 
 
 def ours(name: str, **changes) -> family.ModelConfig:
-    sizes = {"vocab": 64, "d_model": 32, "layers": 4, "n_kv": 4, "n_q_per_kv": 2, "d_head": 4, "d_ff": 48}
+    sizes = {
+        "vocab": 64,
+        "d_model": 32,
+        "layers": 4,
+        "n_kv": 4,
+        "n_q_per_kv": 2,
+        "d_head": 4,
+        "d_ff": 48,
+    }
     settings = sizes | OURS[name] | changes
     marks = {"deltas": delta, "kv_rank": mla, "experts": moe}
-    return next((module for mark, module in marks.items() if mark in settings), family).ModelConfig(**settings)
+    return next((module for mark, module in marks.items() if mark in settings), family).ModelConfig(
+        **settings
+    )
 
 
 def imported(model, tmp_path) -> tuple:
     """Its ModelConfig and weights, as a run has them."""
     model.save_pretrained(tmp_path / "model")
-    assert "with those of transformers: they differ by" in to_run(tmp_path / "model", tmp_path / "run")
+    assert "with those of transformers: they differ by" in to_run(
+        tmp_path / "model", tmp_path / "run"
+    )
     return models.read(tmp_path / "run")
 
 
@@ -92,9 +107,13 @@ OF_FAMILIES = [name for name in KINDS if name != "GPT2"]
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("name", [x if x in LONG else pytest.param(x, marks=pytest.mark.slow) for x in OF_FAMILIES])
+@pytest.mark.parametrize(
+    "name", [x if x in LONG else pytest.param(x, marks=pytest.mark.slow) for x in OF_FAMILIES]
+)
 def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
-    """Logits and greedy text of a run are theirs; the export has the same tensors, to the bit, and the same class."""
+    """Logits and greedy text of a run are theirs; the export has the same tensors, to the bit, and
+    the same class.
+    """
     import transformers
 
     model = theirs(name)
@@ -105,27 +124,47 @@ def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
     batch, logits = models.rows(c), models.logits_of(c)
     expected = logits_of_documents(model, batch, c.bos_id).detach().numpy()
     assert np.abs(expected).max() > 0.5
-    np.testing.assert_allclose(logits(w, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        logits(w, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max()
+    )
 
-    drawing = {"max_tokens": 12, "temperature": 0.0, "stop": [], "context": 12, "mesh": MeshChoice(r=8, d=1, t=1)}
-    (text,) = generate.generate(generate.Settings(run=str(tmp_path / "run"), prompt_ids=[], **drawing))
+    drawing = {
+        "max_tokens": 12,
+        "temperature": 0.0,
+        "stop": [],
+        "context": 12,
+        "mesh": MeshChoice(r=8, d=1, t=1),
+    }
+    (text,) = generate.generate(
+        generate.Settings(run=str(tmp_path / "run"), prompt_ids=[], **drawing)
+    )
     start = model.dummy_inputs["input_ids"].new_tensor([[c.bos_id]])
     greedy = model.generate(start, max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert greedy[0, 1:].tolist() == text["ids"]
 
     export(models.save(tmp_path / "again", w, c), tmp_path / "exported")
-    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")) is type(model)
-    before, after = (load_file(tmp_path / directory / "model.safetensors") for directory in ("model", "exported"))
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")) is type(
+        model
+    )
+    before, after = (
+        load_file(tmp_path / directory / "model.safetensors") for directory in ("model", "exported")
+    )
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[key], after[key]) for key in before)
 
 
 def test_heads_for_further_tokens_are_left_out_by_name(tmp_path):
-    """As transformers leaves them out of DeepSeek-V3's model, whose files have them as one more layer."""
+    """As transformers leaves them out of DeepSeek-V3's model, whose files have them as one more
+    layer.
+    """
     model = theirs("DeepseekV3")
     model.save_pretrained(tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
-    further = {name.replace("layers.3", "layers.4"): x for name, x in load_file(file).items() if "layers.3" in name}
+    further = {
+        name.replace("layers.3", "layers.4"): x
+        for name, x in load_file(file).items()
+        if "layers.3" in name
+    }
     save_file(load_file(file) | further, file)
     config = tmp_path / "model" / "config.json"
     content = json.loads(config.read_text())
@@ -134,15 +173,24 @@ def test_heads_for_further_tokens_are_left_out_by_name(tmp_path):
         to_run(tmp_path / "model", tmp_path / "run")
     config.write_text(json.dumps(content | {"num_nextn_predict_layers": 1}))
     text = to_run(tmp_path / "model", tmp_path / "run")
-    assert f"left out   {len(further)} tensors, such as model.layers.4.input_layernorm.weight, predict further" in text
+    assert (
+        f"left out   {len(further)} tensors, such as model.layers.4.input_layernorm.weight, "
+        "predict further" in text
+    )
     expected = transformers_models.imported(model)[1]
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, models.read(tmp_path / "run")[1]), expected)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.tree.map(np.asarray, models.read(tmp_path / "run")[1]),
+        expected,
+    )
 
 
 def test_rope_may_turn_halves_where_it_usually_turns_neighbors(tmp_path):
     """By the setting rope_interleave of transformers."""
     theirs("DeepseekV3", rope_interleave=False).save_pretrained(tmp_path / "model")
-    assert "with those of transformers: they differ by" in to_run(tmp_path / "model", tmp_path / "run")
+    assert "with those of transformers: they differ by" in to_run(
+        tmp_path / "model", tmp_path / "run"
+    )
 
 
 @pytest.mark.long(every_case=True)
@@ -151,18 +199,29 @@ def test_rope_may_turn_halves_where_it_usually_turns_neighbors(tmp_path):
     [
         ("Gemma2", {"qkv_bias": True, "qk_norm_all": True, "no_rope_every": 4}, "d2 c2 t2"),
         ("Gemma3", {}, "p2 e2 t2"),
-        ("Gemma3", {"rotary_share": 0.5, "sinks": True, "out_bias": True, "n_q_per_kv": 4}, "r2 d2 c2 t2"),
+        (
+            "Gemma3",
+            {"rotary_share": 0.5, "sinks": True, "out_bias": True, "n_q_per_kv": 4},
+            "r2 d2 c2 t2",
+        ),
         ("GptOss", {}, "r2 d2 c2 t2"),
         ("Olmo2", {}, "r2 d2 c2 t2"),
         ("Phi3", {}, "p2 e2 t2"),
         ("Qwen2Moe", {"qk_norm": True}, "d2 e2 t2"),
         ("DeepseekV3", {"norms": "both"}, "p2 e2 t2"),
         pytest.param("Qwen3Next", {"correction_bias": True}, "p2 d2 e2 t2", marks=pytest.mark.slow),
-        ("DeepseekV3", {"q_rank": None, "dense_layers": 0, "window": 5, "full_every": 2, "d_value": 9}, "d2 c2 t2"),
+        (
+            "DeepseekV3",
+            {"q_rank": None, "dense_layers": 0, "window": 5, "full_every": 2, "d_value": 9},
+            "d2 c2 t2",
+        ),
     ],
 )
 def test_steps_are_proved(name, more, sizes):
-    """With no code that is taken to be right. A pattern that does not divide the layers has no stages."""
+    """With no code that is taken to be right.
+
+    A pattern that does not divide the layers has no stages.
+    """
     c = tiny.config(ours(name, **more), microbatches=2, batch_size=16)
     mesh = {word[0]: int(word[1:]) for word in sizes.split()}
     with tiny.abstract_mesh(dict.fromkeys("prdect", 1) | mesh):
@@ -171,7 +230,10 @@ def test_steps_are_proved(name, more, sizes):
             return find_unsound(trace_step(c, load_model(c.model)))
 
         if "p" in mesh and name == "Gemma3":
-            with pytest.raises(ValueError, match=r"4 layers do not divide into 2 equal stages .* each a multiple of 4"):
+            with pytest.raises(
+                ValueError,
+                match=r"4 layers do not divide into 2 equal stages .* each a multiple of 4",
+            ):
                 prove()
         else:
             assert [str(finding) for finding in prove()] == []
@@ -187,11 +249,15 @@ def test_logits_with_a_cache_are_those_without(name):
 
 @pytest.mark.long
 def test_chunks_of_a_delta_net_keep_documents_apart(monkeypatch):
-    """By the check of causality, which sees the leak of a chunk that reads the matrix of another document."""
+    """By the check of causality, which sees the leak of a chunk that reads the matrix of another
+    document.
+    """
     c, in_chunks = tiny.config(ours("Qwen3Next", layers=1)), delta.in_chunks
     with jax.set_mesh(tiny.mesh("d=2 t=2")):
         assert check_causal(tiny.step(c)) == ""
-        monkeypatch.setattr(delta, "in_chunks", lambda *given: in_chunks(*given[:5], 0 * given[5], given[6]))
+        monkeypatch.setattr(
+            delta, "in_chunks", lambda *given: in_chunks(*given[:5], 0 * given[5], given[6])
+        )
         with pytest.raises(ShardError, match="in an earlier document"):
             check_causal(tiny.step(c))
 
@@ -210,13 +276,17 @@ def test_every_nth_layer_has_no_rope_or_no_window(one_device, monkeypatch):
 
     monkeypatch.setattr(family.Model, "attend", noted_layer)
     monkeypatch.setattr(family.rope, "rotate", noted_rotation)
-    assert tiny.step(tiny.config(ours("SmolLM3", layers=3, no_rope_every=3))).other(name="logits").traced
+    assert (
+        tiny.step(tiny.config(ours("SmolLM3", layers=3, no_rope_every=3)))
+        .other(name="logits")
+        .traced
+    )
     assert traced == [0, "rotate", "rotate", 1, "rotate", "rotate", 2]
     windowed = load_model(ours("GptOss", layers=6, full_every=3))
     assert [windowed.window_at(place) for place in range(windowed.period)] == [5, 5, None]
 
 
-# ---- refusals -----------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -226,20 +296,41 @@ def test_every_nth_layer_has_no_rope_or_no_window(one_device, monkeypatch):
         (
             "SmolLM3",
             {"no_rope_layers": [1, 0, 0, 1]},
-            r"no_rope_layers is \[1, 0, 0, 1\]; it can only have 0 in every n-th layer, or 1 in all 4, so",
+            r"no_rope_layers is \[1, 0, 0, 1\]; it can only have 0 in every n-th layer, or 1 in "
+            r"all 4, so",
         ),
-        ("Gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types is .*full_attention"),
+        (
+            "Gemma2",
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "layer_types is .*full_attention",
+        ),
         ("Gemma2", {"attention_bias": True}, "attention_bias is True"),
         ("Gemma2", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
         ("Qwen2", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-        ("Gemma3", {"layer_types": ["full_attention"] + ["sliding_attention"] * 7}, "layer_types is "),
+        (
+            "Gemma3",
+            {"layer_types": ["full_attention"] + ["sliding_attention"] * 7},
+            "layer_types is ",
+        ),
         ("GptOss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
         ("Olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ("Qwen3Next", {"layer_types": ["linear_attention"] * 8}, "layer_types is .* in every n-th layer, n > 1"),
-        ("Qwen3Next", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\], and this model has \[\]"),
+        (
+            "Qwen3Next",
+            {"layer_types": ["linear_attention"] * 8},
+            "layer_types is .* in every n-th layer, n > 1",
+        ),
+        (
+            "Qwen3Next",
+            {"mlp_only_layers": [1]},
+            r"mlp_only_layers is \[1\], and this model has \[\]",
+        ),
         ("DeepseekV3", {"attention_bias": True}, "attention_bias is True"),
-        ("Qwen2Moe", {"shared_expert_intermediate_size": 50}, "50, which is no multiple of moe_intermediate_size = 24"),
+        (
+            "Qwen2Moe",
+            {"shared_expert_intermediate_size": 50},
+            "50, which is no multiple of moe_intermediate_size = 24",
+        ),
     ],
 )
 def test_other_math_is_refused_by_name(name, changes, message):
@@ -252,16 +343,32 @@ def test_other_math_is_refused_by_name(name, changes, message):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("Qwen2", {"norms": "after"}, "model.norms is 'after'; qwen2 in transformers does not support it"),
+        (
+            "Qwen2",
+            {"norms": "after"},
+            "model.norms is 'after'; qwen2 in transformers does not support it",
+        ),
         ("Mistral", {"full_every": 2}, "model.full_every is 2; mistral in transformers"),
         ("Mistral", {"family": "smollm3"}, "model.window is 5; smollm3 in transformers"),
         ("Mistral", {"logit_softcap": 3.0}, "model.logit_softcap is 3.0; mistral in transformers"),
         ("Olmo2", {"family": "llama"}, "model.family is 'llama'; it can be mistral, qwen2"),
-        ("Mixtral", {"shared_experts": 1}, "model.shared_experts is 1; mixtral in transformers does not support it"),
+        (
+            "Mixtral",
+            {"shared_experts": 1},
+            "model.shared_experts is 1; mixtral in transformers does not support it",
+        ),
         ("Mixtral", {"scores": "sigmoid"}, "model.scores is 'sigmoid'; mixtral in transformers"),
         ("Mixtral", {"normalize": False}, "model.normalize is False; mixtral in transformers"),
-        ("Mixtral", {"sinks": True, "qk_norm_all": True}, "model.sinks is True; olmoe in transformers"),
-        ("DeepseekV3", {"correction_bias": False}, "model.correction_bias is False; deepseek_v3 in transformers"),
+        (
+            "Mixtral",
+            {"sinks": True, "qk_norm_all": True},
+            "model.sinks is True; olmoe in transformers",
+        ),
+        (
+            "DeepseekV3",
+            {"correction_bias": False},
+            "model.correction_bias is False; deepseek_v3 in transformers",
+        ),
         ("Qwen3Next", {"window": 5}, "model.window is 5; qwen3_next in transformers"),
     ],
 )
@@ -276,23 +383,48 @@ def test_what_training_adds_to_experts_may_differ_from_the_checkpoint(one_device
     other = dataclasses.replace(c, pools=2, capacity_factor=1.0, balance_loss=0.1)
     config = dataclasses.asdict(models.settings(other))
     found, _ = read_weights(models.save(tmp_path / "run", w, c), w, config)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, w))
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, w)
+    )
 
 
 def test_a_delta_net_refuses_part_of_a_sequence():
-    with jax.set_mesh(tiny.mesh("d=2 c=2")), pytest.raises(ValueError, match=r"mesh\.c is 2, but a delta net"):
+    with (
+        jax.set_mesh(tiny.mesh("d=2 c=2")),
+        pytest.raises(ValueError, match=r"mesh\.c is 2, but a delta net"),
+    ):
         tiny.step(tiny.config(ours("Qwen3Next"))).calls  # noqa: B018
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("DeepseekV3", {"sinks": True}, "model.sinks is True, which latent attention does not have; set it to False"),
-        ("DeepseekV3", {"rotary_share": 0.5, "d_head": 8}, "model.rotary_share is 0.5, which latent attention"),
+        (
+            "DeepseekV3",
+            {"sinks": True},
+            "model.sinks is True, which latent attention does not have; set it to False",
+        ),
+        (
+            "DeepseekV3",
+            {"rotary_share": 0.5, "d_head": 8},
+            "model.rotary_share is 0.5, which latent attention",
+        ),
         ("DeepseekV3", {"n_q_per_kv": 2}, "model.n_q_per_kv is 2; each head has a key of its own"),
-        ("DeepseekV3", {"d_turned": 6}, "model.d_turned is 6; it must be less than model.d_head = 6"),
-        ("DeepseekV3", {"d_turned": 3}, "model.d_turned is 3, so RoPE would rotate 3 entries of a head"),
-        ("Phi3", {"rotary_share": 0.4}, "model.rotary_share is 0.4, so RoPE would rotate 3 entries of a head"),
+        (
+            "DeepseekV3",
+            {"d_turned": 6},
+            "model.d_turned is 6; it must be less than model.d_head = 6",
+        ),
+        (
+            "DeepseekV3",
+            {"d_turned": 3},
+            "model.d_turned is 3, so RoPE would rotate 3 entries of a head",
+        ),
+        (
+            "Phi3",
+            {"rotary_share": 0.4},
+            "model.rotary_share is 0.4, so RoPE would rotate 3 entries of a head",
+        ),
         ("Qwen3Next", {"no_rope_every": 2}, "blocks of delta nets and attention are all alike"),
         ("Qwen3Next", {"qkv_bias": True}, "model.gated and model.qkv_bias are both true"),
     ],
@@ -308,7 +440,10 @@ def test_settings_of_other_attention_are_refused(name, changes, message):
         ({"rotary_share": 0.3}, "model.rotary_share is 0.3, so RoPE would rotate 1 entries"),
         ({"full_every": 2, "window": None}, "model.full_every is 2, but no layer has a window"),
         ({"qk_norm": True, "qk_norm_all": True}, "both true"),
-        ({"shared_scored": True, "experts": 4, "experts_per_token": 1}, "model.shared_experts is 0"),
+        (
+            {"shared_scored": True, "experts": 4, "experts_per_token": 1},
+            "model.shared_experts is 0",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(changes, message):
@@ -317,5 +452,7 @@ def test_settings_that_contradict_each_other(changes, message):
 
 
 def test_a_choice_that_does_not_exist():
-    with pytest.raises(ValueError, match=r"model\.norms is 'none'; choose one of before, after, both"):
+    with pytest.raises(
+        ValueError, match=r"model\.norms is 'none'; choose one of before, after, both"
+    ):
         check_ranges("model", ours("Mistral", norms="none"))

@@ -28,9 +28,13 @@ def weights(c: gpt2.ModelConfig) -> gpt2.GPT2:
     noise = np.random.default_rng(2)
 
     def wobble(x):
-        return jax.device_put(np.asarray(x) + 0.1 * noise.normal(size=x.shape).astype(np.float32), x.sharding)
+        return jax.device_put(
+            np.asarray(x) + 0.1 * noise.normal(size=x.shape).astype(np.float32), x.sharding
+        )
 
-    return jax.tree.map(lambda x, weight: wobble(x) if weight.kind == "vector" else x, w, gpt2.Model(c).table)
+    return jax.tree.map(
+        lambda x, weight: wobble(x) if weight.kind == "vector" else x, w, gpt2.Model(c).table
+    )
 
 
 def test_dropout_keeps_the_mean():
@@ -58,7 +62,10 @@ def test_each_sequence_position_and_use_of_dropout_has_a_key_of_its_own():
 
 @pytest.mark.long
 def test_training_drops_other_entries_in_each_sequence():
-    """And at each step; evaluation drops none. Of sequences of the same tokens one counts, and then another."""
+    """And at each step; evaluation drops none.
+
+    Of sequences of the same tokens one counts, and then another.
+    """
     c, batch = tiny.config(model(dropout=0.3)), tiny.host_batch()
     c.optimizer.learning_rate = 0.0
     for values in (batch.targets, batch.is_seq_start):
@@ -84,9 +91,13 @@ def test_logits_with_a_cache_are_those_without():
 
 def test_sequences_longer_than_the_positions_are_refused():
     c = tiny.config(model(positions=tiny.LENGTH - 8))
-    with pytest.raises(ValueError, match=r"sequences have 16 tokens, but model\.positions is 8; raise it\."):
+    with pytest.raises(
+        ValueError, match=r"sequences have 16 tokens, but model\.positions is 8; raise it\."
+    ):
         check_config(c)
-    with pytest.raises(ValueError, match=r"model\.d_model is 60; it must be a multiple of model\.heads = 8"):
+    with pytest.raises(
+        ValueError, match=r"model\.d_model is 60; it must be a multiple of model\.heads = 8"
+    ):
         check_config(tiny.config(model(d_model=60)))
 
 
@@ -95,11 +106,13 @@ def test_a_setting_that_no_checkpoint_keeps_is_refused():
     class Own(gpt2.ModelConfig):
         window: float = math.inf
 
-    with pytest.raises(ValueError, match=r"^model.window is inf, which is not JSON; give a finite number"):
+    with pytest.raises(
+        ValueError, match=r"^model.window is inf, which is not JSON; give a finite number"
+    ):
         check_config(tiny.config(Own(**vars(model()))))
 
 
-# ---- against transformers -----------------------------------------------------------------------------------------
+# ---- against transformers ------------------------------------------------------------------------
 
 
 def test_their_weights_become_ours_again():
@@ -109,8 +122,12 @@ def test_their_weights_become_ours_again():
     their = exported(c, w)
     config = {**their.config.to_dict(), "bos_token_id": c.bos_id}
     for prefix in ("transformer.", ""):
-        tensors = {name.replace("transformer.", prefix): x.numpy() for name, x in their.state_dict().items()}
-        tensors[f"{prefix}h.0.attn.bias"] = np.tri(24)[None, None]  # the mask that GPT-2's first checkpoints hold
+        tensors = {
+            name.replace("transformer.", prefix): x.numpy()
+            for name, x in their.state_dict().items()
+        }
+        # the mask that GPT-2's first checkpoints hold
+        tensors[f"{prefix}h.0.attn.bias"] = np.tri(24)[None, None]
         found, found_weights = gpt2.from_huggingface(config, tensors)
         assert found == c
         jax.tree.map(np.testing.assert_array_equal, found_weights, w)

@@ -1,4 +1,6 @@
-"""A run becomes a model of transformers with the same logits, on any mesh, or is refused by name."""
+"""A run becomes a model of transformers with the same logits, on any mesh, or is refused by
+name.
+"""
 
 import json
 import signal
@@ -28,7 +30,9 @@ GPT2 = gpt2.ModelConfig(
 
 
 def need_transformers():
-    pytest.importorskip("torch", reason="transformers' models need torch, installed on Python 3.11 only")
+    pytest.importorskip(
+        "torch", reason="transformers' models need torch, installed on Python 3.11 only"
+    )
     return pytest.importorskip("transformers", reason="the comparison needs transformers")
 
 
@@ -39,7 +43,9 @@ def _no_hashes(no_hashes):
 
 @pytest.fixture
 def saved(tmp_path, one_device):
-    """Makes a run's checkpoint of a case, on one device: its weights, its model and its directory."""
+    """Makes a run's checkpoint of a case, on one device: its weights, its model and its
+    directory.
+    """
 
     def make(case, **changes):
         c = case if isinstance(case, gpt2.ModelConfig) else models.model(case, **changes)
@@ -49,7 +55,7 @@ def saved(tmp_path, one_device):
     return make
 
 
-# ---- there and back -----------------------------------------------------------------------------------------------
+# ---- there and back ------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -63,12 +69,18 @@ def test_there_and_back_is_the_same_to_the_bit(saved, tmp_path):
     assert ("with those of transformers: they differ by at most" in compared[0]) == models.COMPARES
     model, weights = models.read(tmp_path / "back")
     assert model == c
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), jax.tree.map(np.asarray, w))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.tree.map(np.asarray, weights),
+        jax.tree.map(np.asarray, w),
+    )
 
 
 @pytest.mark.long
 def test_greedy_generation_is_ours(tmp_path, one_device, monkeypatch, capsys):
-    """From text to text, with the tokenizer of a dataset of bytes; then as docs/huggingface.md does it."""
+    """From text to text, with the tokenizer of a dataset of bytes; then as docs/huggingface.md does
+    it.
+    """
     transformers = need_transformers()
     c = models.model("grouped", vocab=259, bos_id=0)
     w = models.weights(c)
@@ -151,13 +163,16 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(saved, tmp_path):
     assert len(load_file(output / "model.safetensors")) == 3 + 9 * 3
 
 
-# ---- refusals -----------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 EXCHANGE = "from shardwright.huggingface.families import from_huggingface, to_huggingface\n"
 RULE = "mask_mod=(masks.causal, masks.same_document)"
 GATE = "(jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)"
 ALIBI = "score_mod=lambda scores, q, k, heads: scores - (q.index - k.index) * 0.5 ** heads"
-OTHER_LOGITS = r"^the logits of this llama are not the run's own: of 32 tokens, they differ by .* of the largest.$"
+OTHER_LOGITS = (
+    r"^the logits of this llama are not the run's own: of 32 tokens, they differ by .* "
+    r"of the largest.$"
+)
 EDITS = {
     "added weight": (
         [('    mlp_norm: gain["M"]\n', '    mlp_norm: gain["M"]\n    mlp_bias: gain["M"]\n')],
@@ -165,7 +180,8 @@ EDITS = {
     ),
     "window": (
         [(RULE, "mask_mod=(masks.causal, masks.same_document, masks.Window(64))")],
-        r"^layer 0 has the attention mask `causal, same_document, Window\(size=64\)`; llama in transformers has ",
+        r"^layer 0 has the attention mask `causal, same_document, Window\(size=64\)`; llama in "
+        r"transformers has ",
     ),
     "ALiBi": ([(RULE, ALIBI)], OTHER_LOGITS),
     "every second layer": (
@@ -196,7 +212,9 @@ def edited(saved, tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("edit", [pytest.param(x, marks=[pytest.mark.long] * ("every" in x)) for x in EDITS])
+@pytest.mark.parametrize(
+    "edit", [pytest.param(x, marks=[pytest.mark.long] * ("every" in x)) for x in EDITS]
+)
 def test_another_model_is_refused_with_the_name(edited, tmp_path, edit):
     edits, message = EDITS[edit]
     if message == OTHER_LOGITS:
@@ -210,9 +228,16 @@ def test_another_model_is_refused_with_the_name(edited, tmp_path, edit):
 
 @pytest.mark.long
 def test_an_edit_that_changes_nothing_is_exported(edited, tmp_path):
-    """Another file with the same math; and attention within no documents, as the exported model has it."""
+    """Another file with the same math; and attention within no documents, as the exported model has
+    it.
+    """
     need_transformers()
-    run = edited([(RULE, "mask_mod=(masks.causal,), scale=8**-0.5"), (GATE, "gate * jax.nn.sigmoid(gate) * up")])
+    run = edited(
+        [
+            (RULE, "mask_mod=(masks.causal,), scale=8**-0.5"),
+            (GATE, "gate * jax.nn.sigmoid(gate) * up"),
+        ]
+    )
     assert "with those of transformers" in export(run, tmp_path / "exported")
 
 
@@ -234,7 +259,11 @@ def other_activation(monkeypatch):
     [
         (transposed, "grouped", r"are not the run's own: .*"),
         pytest.param(other_activation, GPT2, r"are not the run's own: .*", marks=pytest.mark.long),
-        (without_package, "grouped", r"needs torch: pip install torch transformers, or set check=false"),
+        (
+            without_package,
+            "grouped",
+            r"needs torch: pip install torch transformers, or set check=false",
+        ),
     ],
 )
 def test_a_wrong_mapping_is_found(saved, tmp_path, monkeypatch, wrong, case, message):

@@ -1,4 +1,6 @@
-"""What transformers' files say beside the weights survives import, training and export, as transformers reads it."""
+"""What transformers' files say beside the weights survives import, training and export, as
+transformers reads it.
+"""
 
 import copy
 import dataclasses
@@ -35,12 +37,14 @@ ROOT = Path(__file__).parents[2]
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 MORE = ["<think>", "</think>", "<|tool|>"]
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% "
+    "endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CHAT = [{"role": "user", "content": "It is a truth"}]
 
-needs_transformers = pytest.mark.skipif(not models.COMPARES, reason="transformers and torch are the oracle")
+needs_transformers = pytest.mark.skipif(
+    not models.COMPARES, reason="transformers and torch are the oracle"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,29 +57,52 @@ def definition(special: list[str]) -> str:
     flags = content["added_tokens"][0]
     size = max(content["model"]["vocab"].values()) + 1
     content["model"]["vocab"] |= {token: size + i for i, token in enumerate(special)}
-    content["added_tokens"] += [flags | {"id": size + i, "content": token} for i, token in enumerate(special)]
+    content["added_tokens"] += [
+        flags | {"id": size + i, "content": token} for i, token in enumerate(special)
+    ]
     return json.dumps(content)
 
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
-    """A chat model as transformers saves it, in bf16, with a template, two EOS ids and settings to generate by."""
-    torch = pytest.importorskip("torch", reason="transformers' models need torch, installed on Python 3.11 only")
+    """A chat model as transformers saves it, in bf16, with a template, two EOS ids and settings to
+    generate by.
+    """
+    torch = pytest.importorskip(
+        "torch", reason="transformers' models need torch, installed on Python 3.11 only"
+    )
     import transformers
 
     path = tmp_path_factory.mktemp("chat")
     of = tokenizers.Tokenizer.from_str(definition(SPECIAL))
-    named = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>", "padding_side": "left"}
+    named = {
+        "bos_token": "<s>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "</s>",
+        "padding_side": "left",
+    }
     named["model_max_length"] = 4096
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=of, chat_template=TEMPLATE, **named)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=of, chat_template=TEMPLATE, **named
+    )
     bos, pad, _, end = map(of.token_to_id, SPECIAL)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     ids = {"bos_token_id": bos, "eos_token_id": end, "pad_token_id": pad}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(vocab_size=320, head_dim=8, **sizes, **ids)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     how = model.generation_config
-    how.eos_token_id, how.temperature, how.do_sample, how.suppress_tokens = [end, pad], 0.6, True, [bos]
+    how.eos_token_id, how.temperature, how.do_sample, how.suppress_tokens = (
+        [end, pad],
+        0.6,
+        True,
+        [bos],
+    )
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
@@ -89,7 +116,7 @@ def change(path: Path, **changes) -> None:
     path.write_text(json.dumps(read_json(path) | changes))
 
 
-# ---- there and back -----------------------------------------------------------------------------------------------
+# ---- there and back ------------------------------------------------------------------------------
 
 
 def in_a_file(model: Path) -> None:
@@ -108,7 +135,10 @@ def several(model: Path) -> None:
 
 def several_in_the_config(model: Path) -> None:
     (model / "chat_template.jinja").unlink()
-    found = [{"name": name, "template": TEMPLATE.replace("user", name)} for name in ("default", "tool_use")]
+    found = [
+        {"name": name, "template": TEMPLATE.replace("user", name)}
+        for name in ("default", "tool_use")
+    ]
     change(model / "tokenizer_config.json", chat_template=found)
 
 
@@ -128,25 +158,41 @@ def added_in_the_config(model: Path) -> None:
     known = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     new = {known.get_vocab_size() + i: (token, token == "<|tool|>") for i, token in enumerate(MORE)}
     old = {known.token_to_id(token): (token, True) for token in SPECIAL}
-    tokens = {i: {"content": token, "special": special} | flags for i, (token, special) in (old | new).items()}
+    tokens = {
+        i: {"content": token, "special": special} | flags
+        for i, (token, special) in (old | new).items()
+    }
     change(path, added_tokens_decoder=tokens, extra_special_tokens=["<|tool|>"])
 
 
 def added_in_a_file(model: Path) -> None:
     size = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
-    (model / "added_tokens.json").write_text(json.dumps({token: size + i for i, token in enumerate(MORE)}))
+    (model / "added_tokens.json").write_text(
+        json.dumps({token: size + i for i, token in enumerate(MORE)})
+    )
     (model / "special_tokens_map.json").write_text(
         '{"additional_special_tokens": ["<think>"], "sep_token": "</think>"}'
     )
 
 
 def special_by_name(model: Path) -> None:
-    change(model / "tokenizer_config.json", extra_special_tokens=dict(zip("abc", MORE, strict=True)), image_token="<i>")
+    change(
+        model / "tokenizer_config.json",
+        extra_special_tokens=dict(zip("abc", MORE, strict=True)),
+        image_token="<i>",
+    )
 
 
 def special_in_a_list(model: Path) -> None:
-    first, last = ({"__type": "AddedToken", "content": token, "lstrip": True} for token in (MORE[0], MORE[-1]))
-    change(model / "tokenizer_config.json", additional_special_tokens=[first], unk_token=MORE[1], mask_token=last)
+    first, last = (
+        {"__type": "AddedToken", "content": token, "lstrip": True} for token in (MORE[0], MORE[-1])
+    )
+    change(
+        model / "tokenizer_config.json",
+        additional_special_tokens=[first],
+        unk_token=MORE[1],
+        mask_token=last,
+    )
 
 
 FORMS = [in_a_file, in_the_config, several, several_in_the_config, of_old_files]
@@ -170,18 +216,30 @@ def test_an_export_of_an_import_is_what_transformers_read_before(chat, tmp_path,
     assert a.chat_template == b.chat_template
     for options in ({"tokenize": False}, {"add_generation_prompt": True}):
         assert a.apply_chat_template(CHAT, **options) == b.apply_chat_template(CHAT, **options)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "padding_side", "model_max_length"):
+    for name in (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "padding_side",
+        "model_max_length",
+    ):
         assert getattr(a, name) == getattr(b, name) is not None
     assert a.special_tokens_map == b.special_tokens_map
     assert a.extra_special_tokens == b.extra_special_tokens
     assert repr(a.added_tokens_decoder) == repr(b.added_tokens_decoder)
-    ours = open_tokenizer("huggingface", f"{model}/tokenizer.json", end_token=[*a.get_added_vocab()][-1])
+    ours = open_tokenizer(
+        "huggingface", f"{model}/tokenizer.json", end_token=[*a.get_added_vocab()][-1]
+    )
     text = f"It is{''.join(MORE)} a <i> truth"
     assert ours.ids(text) == a(text, split_special_tokens=True)["input_ids"]
     assert a(text)["input_ids"] == b(text, add_special_tokens=False)["input_ids"]
-    how, again = (transformers.GenerationConfig.from_pretrained(path) for path in (model, tmp_path / "back"))
+    how, again = (
+        transformers.GenerationConfig.from_pretrained(path) for path in (model, tmp_path / "back")
+    )
     assert how.to_dict() == again.to_dict()
-    config, exported = (transformers.AutoConfig.from_pretrained(path) for path in (model, tmp_path / "back"))
+    config, exported = (
+        transformers.AutoConfig.from_pretrained(path) for path in (model, tmp_path / "back")
+    )
     for name in ("eos_token_id", "pad_token_id", "bos_token_id", "dtype"):
         assert getattr(config, name) == getattr(exported, name) is not None
     theirs, ours = (load_file(path / "model.safetensors") for path in (model, tmp_path / "back"))
@@ -196,7 +254,9 @@ def test_what_another_tokenizer_gives_another_meaning_is_left_out_and_named(chat
     to_run(chat, tmp_path / "run", check=False)
     swapped = [*SPECIAL[:2], *SPECIAL[:1:-1]]
     (tmp_path / "other.json").write_text(definition(swapped))
-    said = export(tmp_path / "run", tmp_path / "other", check=False, tokenizer=str(tmp_path / "other.json"))
+    said = export(
+        tmp_path / "run", tmp_path / "other", check=False, tokenizer=str(tmp_path / "other.json")
+    )
     assert "kept       of the import: generation_config.json, bf16" in said
     assert "left out   chat template, eos_token_id, pad_token_id, " in said
     assert said.count("left out") == 1
@@ -219,7 +279,9 @@ def test_without_a_tokenizer_only_texts_are_left_out():
     sidecars.check(found, "it")
     without = sidecars.kept(found, None)
     assert without == found | {"tokenizer_config": {}, "chat_templates": {}}
-    assert sidecars.kept(found, Tokenizer(definition(SPECIAL)))["generation_config"] == {"temperature": 0.5}
+    assert sidecars.kept(found, Tokenizer(definition(SPECIAL)))["generation_config"] == {
+        "temperature": 0.5
+    }
     assert sidecars.tokenizer_settings(found) == {"padding_side": "left", "chat_template": TEMPLATE}
 
 
@@ -229,7 +291,9 @@ def test_texts_end_at_the_ends_of_an_import_and_of_the_runs_documents():
     found = copy.deepcopy(sidecars.NOTHING)
     found["vocabulary"] = sidecars.vocabulary_of(tokenizers.Tokenizer.from_str(definition(SPECIAL)))
     found["generation_config"] = {"eos_token_id": [end, 7000]}
-    saved: Any = SimpleNamespace(metadata={CARRIED: found}, config=SimpleNamespace(model=SimpleNamespace(vocab=320)))
+    saved: Any = SimpleNamespace(
+        metadata={CARRIED: found}, config=SimpleNamespace(model=SimpleNamespace(vocab=320))
+    )
     assert sidecars.ends_of(saved, tokenizer) == (of_documents, end)
     saved.metadata = {}
     assert sidecars.ends_of(saved, tokenizer) == (of_documents,)
@@ -237,29 +301,63 @@ def test_texts_end_at_the_ends_of_an_import_and_of_the_runs_documents():
 
 @pytest.mark.parametrize(
     ("ends", "end", "expected"),
-    [(None, None, None), (None, 5, 5), (5, 5, 5), (5, None, 5), (5, 6, [5, 6]), ([5, 6], 6, [5, 6]), ([5], 7, [5, 7])],
+    [
+        (None, None, None),
+        (None, 5, 5),
+        (5, 5, 5),
+        (5, None, 5),
+        (5, 6, [5, 6]),
+        ([5, 6], 6, [5, 6]),
+        ([5], 7, [5, 7]),
+    ],
 )
 def test_the_end_of_the_runs_documents_is_one_of_the_ends(ends, end, expected):
     assert sidecars.with_end(ends, end) == expected
 
 
-# ---- files of strangers -------------------------------------------------------------------------------------------
+# ---- files of strangers --------------------------------------------------------------------------
 
 
 @needs_transformers
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("tokenizer_config.json", {"chat_template": 5}, r"chat_templates.default is 5; it must be a text"),
-        ("tokenizer_config.json", {"chat_template": [{"name": "a"}]}, r"cannot open the tokenizer in .*: 'template'"),
-        ("tokenizer_config.json", {"eos_token": ["x"]}, r"token eos_token has to be either str or AddedToken but got"),
-        ("generation_config.json", {"eos_token_id": ["x"]}, r"eos_token_id is \['x'\]; it must be ids of tokens"),
+        (
+            "tokenizer_config.json",
+            {"chat_template": 5},
+            r"chat_templates.default is 5; it must be a text",
+        ),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "a"}]},
+            r"cannot open the tokenizer in .*: 'template'",
+        ),
+        (
+            "tokenizer_config.json",
+            {"eos_token": ["x"]},
+            r"token eos_token has to be either str or AddedToken but got",
+        ),
+        (
+            "generation_config.json",
+            {"eos_token_id": ["x"]},
+            r"eos_token_id is \['x'\]; it must be ids of tokens",
+        ),
         ("generation_config.json", {"temperature": float("nan")}, r"Out of range float values"),
-        ("generation_config.json", {"stop_strings": ["x" * 2**20]}, r"characters, more than the limit of 1,048,576"),
-        ("config.json", {"eos_token_id": "x"}, r"config.eos_token_id is 'x'; it must be a whole number or a list or"),
+        (
+            "generation_config.json",
+            {"stop_strings": ["x" * 2**20]},
+            r"characters, more than the limit of 1,048,576",
+        ),
+        (
+            "config.json",
+            {"eos_token_id": "x"},
+            r"config.eos_token_id is 'x'; it must be a whole number or a list or",
+        ),
     ],
 )
-def test_files_that_are_not_as_transformers_writes_them_are_refused(tmp_path, file, content, message):
+def test_files_that_are_not_as_transformers_writes_them_are_refused(
+    tmp_path, file, content, message
+):
     (tmp_path / "tokenizer.json").write_text(definition(SPECIAL))
     (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
@@ -275,11 +373,13 @@ def test_a_checkpoint_of_a_stranger_is_checked_too(tmp_path, one_device):
         metadata = {"config": dataclasses.asdict(models.settings(c)), "loader": {}, CARRIED: kept}
         with Checkpointer(tmp_path / f"{i}/checkpoints") as checkpoints:
             checkpoints.save(5, {"weights": models.weights(c)}, metadata)
-        with pytest.raises(ValueError, match=f"kept of the files of an imported model: {part}.* must be"):
+        with pytest.raises(
+            ValueError, match=f"kept of the files of an imported model: {part}.* must be"
+        ):
             export(tmp_path / f"{i}", tmp_path / "out", check=False, dtype=None)
 
 
-# ---- runs ---------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 def test_runs_carry_it_from_checkpoint_to_checkpoint(tmp_path, exact, monkeypatch):
@@ -291,7 +391,12 @@ def test_runs_carry_it_from_checkpoint_to_checkpoint(tmp_path, exact, monkeypatc
 
     def train(name: str, steps: int, source: str | None) -> list:
         init_from = source and str(tmp_path / source)
-        c = tiny.config(tiny.model(vocab=1280, layers=1), checkpoint_interval=2, eval_batches=0, init_from=init_from)
+        c = tiny.config(
+            tiny.model(vocab=1280, layers=1),
+            checkpoint_interval=2,
+            eval_batches=0,
+            init_from=init_from,
+        )
         c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
         c.training.steps, c.paths = steps, dataclasses.replace(c.paths, model_name=name)
         exact_step.train_on("one device", c, tmp_path / name)
@@ -304,7 +409,7 @@ def test_runs_carry_it_from_checkpoint_to_checkpoint(tmp_path, exact, monkeypatc
     assert train("fresh", 2, None) == [None]
 
 
-# ---- dtype --------------------------------------------------------------------------------------------------------
+# ---- dtype ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -341,10 +446,15 @@ def test_weights_are_rounded_as_torch_rounds_them(saved, tmp_path, dtype):
     ],
 )
 def test_the_dtype_of_an_export(tmp_path, one_device, compute, imported, step, expected):
-    """That in which the run computes, unless its weights are, or began as, those of an imported model."""
+    """That in which the run computes, unless its weights are, or began as, those of an imported
+    model.
+    """
     c = models.model("grouped", layers=1)
     w = models.weights(c)
-    metadata = {"config": dataclasses.asdict(models.settings(c, compute_dtype=compute)), "loader": {}}
+    metadata = {
+        "config": dataclasses.asdict(models.settings(c, compute_dtype=compute)),
+        "loader": {},
+    }
     metadata |= {CARRIED: sidecars.NOTHING | {"dtype": imported}} if imported else {}
     with Checkpointer(tmp_path / "run/checkpoints") as checkpoints:
         checkpoints.save(step, {"weights": w}, metadata)
@@ -358,11 +468,13 @@ def test_the_dtype_of_an_export(tmp_path, one_device, compute, imported, step, e
 def test_a_dtype_that_is_unknown_or_too_small_is_refused(saved, tmp_path):
     with pytest.raises(ValueError, match=r"dtype is 'fp8'; choose one of f32, bf16, f16"):
         export(saved[1], tmp_path / "out", dtype="fp8", check=False)
-    with pytest.raises(ValueError, match=r"^w has values that are too large for f16\. Export with dtype=bf16\.$"):
+    with pytest.raises(
+        ValueError, match=r"^w has values that are too large for f16\. Export with dtype=bf16\.$"
+    ):
         tool.rounded({"w": np.array([1.0, 65520.0], np.float32)}, "f16")
 
 
-# ---- the tokenizer ------------------------------------------------------------------------------------------------
+# ---- the tokenizer -------------------------------------------------------------------------------
 
 
 def test_the_imported_tokenizer_is_that_of_the_run_unless_its_data_names_one(saved, tmp_path):
@@ -374,7 +486,9 @@ def test_the_imported_tokenizer_is_that_of_the_run_unless_its_data_names_one(sav
         opened.config.data.filespec = None
         settings: Any = SimpleNamespace(tokenizer=None, prompt_ids=None)
         assert generate.read_tokenizer(settings, opened, print) == imported
-    by_bytes = write(tmp_path / "bytes", attributes={"tokenizer": {"kind": "bytes", "end_token": "</s>"}})
+    by_bytes = write(
+        tmp_path / "bytes", attributes={"tokenizer": {"kind": "bytes", "end_token": "</s>"}}
+    )
     nothing = write(tmp_path / "nothing", attributes={})
     assert tokenizer_of_run(DataConfig(), None, path) == imported
     assert tokenizer_of_run(DataConfig(filespec=nothing), None, path) == imported

@@ -1,4 +1,6 @@
-"""docs/hybrid.md: the template becomes a hybrid that is proved, causal and sampled; each error has its message."""
+"""docs/hybrid.md: the template becomes a hybrid that is proved, causal and sampled; each error has
+its message.
+"""
 
 import contextlib
 import re
@@ -20,9 +22,19 @@ PAGE = (ROOT / "docs/hybrid.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 MESSAGES = [message.strip("` ") for message in re.findall(r"^\| (`.*?`+) \|", PAGE, re.MULTILINE)]
 MIXING = "\n\n".join(
-    re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/mixing.md").read_text(), re.DOTALL | re.MULTILINE)
+    re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/mixing.md").read_text(), re.DOTALL | re.MULTILINE
+    )
 )
-SIZES = {"vocab": 64, "d_model": 32, "layers": 2, "n_kv": 4, "n_q_per_kv": 1, "d_head": 4, "d_ff": 8}
+SIZES = {
+    "vocab": 64,
+    "d_model": 32,
+    "layers": 2,
+    "n_kv": 4,
+    "n_q_per_kv": 1,
+    "d_head": 4,
+    "d_ff": 8,
+}
 
 
 def hybrid() -> str:
@@ -40,7 +52,9 @@ def project(directory, old: str = "", new: str = ""):
         assert sum(source.count(old) for source in sources.values()) == 1
     with contextlib.ExitStack() as stack:
         for name, source in sources.items():
-            module = stack.enter_context(imported(name, source.replace(old, new) if old else source, directory))
+            module = stack.enter_context(
+                imported(name, source.replace(old, new) if old else source, directory)
+            )
         yield tiny.config(module.ModelConfig(**SIZES), microbatches=2)
 
 
@@ -49,7 +63,9 @@ def check_states(c) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["c=2 d=2 t=2", pytest.param("p=2 d=2 t=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh", ["c=2 d=2 t=2", pytest.param("p=2 d=2 t=2", marks=pytest.mark.slow)]
+)
 def test_it_is_proved_and_causal(mesh, tmp_path):
     with project(tmp_path) as c, jax.set_mesh(tiny.mesh(mesh)):
         step = tiny.step(c)
@@ -76,7 +92,11 @@ EDITS = [
     ("x, of_layer, tokens, attention, f", "x, w.delta, tokens, attention, f", check_types),
     (f'jnp.exp(broadcast("K/t -> B/b L/c K/t", {GATHERED}))', f"jnp.exp({GATHERED})", check_types),
     ("jnp.where((positions >= n)[..., None, None], moved, 0)", "moved", check_documents),
-    ("class ModelConfig(mixing.ModelConfig)", "class ModelConfig(mixing.settings.ModelConfig)", check_states),
+    (
+        "class ModelConfig(mixing.ModelConfig)",
+        "class ModelConfig(mixing.settings.ModelConfig)",
+        check_states,
+    ),
     ('f"delta_{i}"', '"delta_0"', check_states),
 ]
 

@@ -1,4 +1,5 @@
-"""Optimizer state of another shape than its weight: its types; Adafactor and SOAP of docs/changing.md, on every mesh.
+"""Optimizer state of another shape than its weight: its types; Adafactor and SOAP of
+docs/changing.md, on every mesh.
 
 Adafactor is compared with optax, SOAP with its algorithm in numpy, both in f64.
 """
@@ -20,7 +21,16 @@ from shardlib.array_types import arrays_in, factor_type
 from shardlib.exact import compare as exact
 from shardlib.mesh import on_mesh
 from shardlib.parsing import parse_shape
-from shardlib.shardtypes import Factor, ShardError, Subset, f32, i32, make_shardings, pytree_dataclass, typed_shard_map
+from shardlib.shardtypes import (
+    Factor,
+    ShardError,
+    Subset,
+    f32,
+    i32,
+    make_shardings,
+    pytree_dataclass,
+    typed_shard_map,
+)
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import Weight
@@ -37,11 +47,14 @@ from tests.support.recipes import changed, module_of
 
 factors = importlib.import_module("factors")  # of docs/recipes
 ADAFACTOR, SOAP = "adafactor", "soap"
-SETTINGS = {ADAFACTOR: {"algorithm": "adafactor"}, SOAP: {"groups": [GroupConfig("layers.w_*", algorithm="soap")]}}
+SETTINGS = {
+    ADAFACTOR: {"algorithm": "adafactor"},
+    SOAP: {"groups": [GroupConfig("layers.w_*", algorithm="soap")]},
+}
 STEPS = 6
 
 
-# ---- the types --------------------------------------------------------------------------------------------------
+# ---- the types -----------------------------------------------------------------------------------
 
 W_Q = f32["layers/p M/fsdp K/t Q D"]
 
@@ -94,7 +107,9 @@ def test_zeros_are_sharded_as_declared():
         assert (rows.up.array.shape, rows.up.array.sharding.spec) == ((16,), P("d"))
         assert (square.up.array.shape, square.up.array.sharding.spec) == ((24, 24), P("t", "d"))
         assert rows.bias is square.bias is None
-        assert make_shardings(Subset["inputs", Two], like=rows) == jax.tree.map(lambda x: x.sharding, rows)
+        assert make_shardings(Subset["inputs", Two], like=rows) == jax.tree.map(
+            lambda x: x.sharding, rows
+        )
 
 
 @typed_shard_map
@@ -111,32 +126,45 @@ def test_what_is_not_the_factor_that_is_declared_is_refused():
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         w = tiny.place(random_like(TABLE, 0), Two)
         assert jax.jit(kept)(w, of_up("inputs")).up.array.sharding.spec == P("d")
-        with pytest.raises(ShardError, match=r"rows.up.array: f32\['M/d'\]: size mismatch: dim M is 16"):
+        with pytest.raises(
+            ShardError, match=r"rows.up.array: f32\['M/d'\]: size mismatch: dim M is 16"
+        ):
             jax.jit(kept)(w, of_up("outputs"))
         with pytest.raises(ShardError, match=r"rows.up is f32\[16,24\].*, not a Factor"):
             jax.jit(kept)(w, w)
-        with pytest.raises(ShardError, match=r"up.array: f32\['M/d'\] is a Factor, and no argument is one"):
+        with pytest.raises(
+            ShardError, match=r"up.array: f32\['M/d'\] is a Factor, and no argument is one"
+        ):
             jax.jit(made)(w)
 
 
 def test_weights_that_cannot_have_the_state_are_refused():
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         with pytest.raises(
-            ValueError, match=r"^bias has no inputs and outputs, which the state of soap needs; choose another"
+            ValueError,
+            match=r"^bias has no inputs and outputs, which the state of soap needs; choose another",
         ):
             factors.zeros("inputs", updates_by("soap"), lambda update: True)
         table = dataclasses.replace(TABLE, up=Weight((16, 6), "matrix", inputs=1, outputs=1))
-        expected = "up: the state `F/t by_F/d` of soap: by_F is 6, which d = 4 devices do not divide; choose another "
+        expected = (
+            "up: the state `F/t by_F/d` of soap: by_F is 6, which d = 4 devices do not "
+            "divide; choose another "
+        )
         expected += "algorithm than soap for it by optimizer.groups."
         with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-            factors.zeros("outputs outputs", updates_by("soap", table), lambda update: update.weight.sides)
+            factors.zeros(
+                "outputs outputs", updates_by("soap", table), lambda update: update.weight.sides
+            )
     with pytest.raises(ShardError, match="'rows' are not dims of a Factor"):
         Subset["rows", Two]
 
 
 def shapes_of_state(recipe: str, mesh: str = "d=2 t=2", **changes):
     c = config(recipe, **changes)
-    with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(tiny.mesh(mesh).abstract_mesh):
+    with (
+        module_of(changed(recipe)) as train,
+        jax.sharding.use_abstract_mesh(tiny.mesh(mesh).abstract_mesh),
+    ):
         model = load_model(c.model)
         return jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model)), model.table
 
@@ -146,7 +174,9 @@ def test_the_state_of_adafactor_is_rows_and_columns():
     sizes = {field.name: 0 for field in dataclasses.fields(state)}
     for name, x in named_leaves(state).items():
         sizes[name.partition("/")[0]] += x.size
-    expected = parameters(jax.tree.map(lambda weight: np.zeros(weight.shape, np.float32), table), table)
+    expected = parameters(
+        jax.tree.map(lambda weight: np.zeros(weight.shape, np.float32), table), table
+    )
     matrices, vectors = ([x for x in expected.values() if x.ndim == n] for n in (2, 1))
     assert sizes == {
         "weights": sum(x.size for x in expected.values()),
@@ -163,18 +193,26 @@ def test_the_state_of_adafactor_is_rows_and_columns():
 def test_groups_choose_and_frozen_weights_have_no_state(recipe, field):
     other = recipe
     groups = [GroupConfig("*"), GroupConfig("layers.w_[qk]", algorithm=other)]
-    groups += [GroupConfig("layers.w_q", algorithm="frozen"), GroupConfig("embed", algorithm="frozen")]
+    groups += [
+        GroupConfig("layers.w_q", algorithm="frozen"),
+        GroupConfig("embed", algorithm="frozen"),
+    ]
     state, _ = shapes_of_state(recipe, algorithm="adamw", groups=groups)
     assert named_leaves(getattr(state, field)).keys() == {"layers/w_k/array"}
     names = [name for name in named_leaves(state) if not name.startswith("weights/")]
-    assert not [name for name in names if name.endswith(("/embed", "/layers/w_q")) or "/w_q/" in name]
+    assert not [
+        name for name in names if name.endswith(("/embed", "/layers/w_q")) or "/w_q/" in name
+    ]
     assert "adam_mu/layers/w_v" in names
 
 
 def test_factors_of_stages_are_in_the_order_of_the_layers_in_checkpoints():
     c = config(SOAP)
     c.pipeline = PipelineConfig(schedule="zb_v", virtual_stages=2)
-    with module_of(changed(SOAP)) as train, jax.sharding.use_abstract_mesh(tiny.mesh("p=2 d=2 t=2").abstract_mesh):
+    with (
+        module_of(changed(SOAP)) as train,
+        jax.sharding.use_abstract_mesh(tiny.mesh("p=2 d=2 t=2").abstract_mesh),
+    ):
         model = load_model(c.model)
         state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
         orders = stack_orders(placement_of(c, model), train.State[train.Transformer], state)
@@ -195,7 +233,11 @@ def test_the_step_is_proved(recipe):
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", [ADAFACTOR, SOAP])
 def test_experts_are_matrices_of_their_own(recipe):
-    settings = dataclasses.asdict(tiny.model(layers=4)) | {"module": "moe", "experts": 8, "experts_per_token": 2}
+    settings = dataclasses.asdict(tiny.model(layers=4)) | {
+        "module": "moe",
+        "experts": 8,
+        "experts_per_token": 2,
+    }
     c = config(recipe, groups=[GroupConfig("layers.w_*", algorithm=recipe)])
     c.model, c.training.compute_dtype = moe.ModelConfig(**settings), "f32"
     c.optimizer.groups += [GroupConfig("layers.router", algorithm=c.optimizer.groups[0].algorithm)]
@@ -206,17 +248,21 @@ def test_experts_are_matrices_of_their_own(recipe):
         state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
         kind = train.State[type(model.table)]
         found = {path: str(array.spec) for path, array, _ in arrays_in(kind, state)}
-        assert found[f"{field}.layers.w_gate.array"] == str(on_mesh(parse_shape(f"layers E/e {dims}")))
+        assert found[f"{field}.layers.w_gate.array"] == str(
+            on_mesh(parse_shape(f"layers E/e {dims}"))
+        )
         assert trace_step(c, model, spec=train.SPEC).traced
         assert trace_step(c, model, name="evaluation", spec=train.SPEC).traced
 
 
-# ---- updates in f64 ---------------------------------------------------------------------------------------------
+# ---- updates in f64 ------------------------------------------------------------------------------
 
 
 def config(recipe: str, **changes):
     c = tiny.config(tiny.model(module="changed_train", layers=4))
-    settings = {"warmup_steps": 0, "clip_norm": 1e9, "weight_decay": 0.0} | SETTINGS[recipe] | changes
+    settings = (
+        {"warmup_steps": 0, "clip_norm": 1e9, "weight_decay": 0.0} | SETTINGS[recipe] | changes
+    )
     c.optimizer = tiny.optimizer(**settings)
     return c
 
@@ -226,7 +272,8 @@ def gradients(table, step: int):
 
 
 def updated(recipe: str, mesh: str, constants=(), **changes) -> list:
-    """State, on the host in f64, before and after each update of random weights by random gradients, on a mesh.
+    """State, on the host in f64, before and after each update of random weights by random
+    gradients, on a mesh.
 
     `constants` of train.py have other values.
     """
@@ -234,8 +281,12 @@ def updated(recipe: str, mesh: str, constants=(), **changes) -> list:
     with module_of(changed(recipe)) as train, jax.set_mesh(tiny.mesh(mesh)):
         vars(train).update(constants)
         model = load_model(c.model)
-        state = jax.jit(functools.partial(train.init_state, config=c, model=model))(jax.random.key(0))
-        state = dataclasses.replace(state, weights=tiny.place(random_like(model.table, 0), train.Transformer))
+        state = jax.jit(functools.partial(train.init_state, config=c, model=model))(
+            jax.random.key(0)
+        )
+        state = dataclasses.replace(
+            state, weights=tiny.place(random_like(model.table, 0), train.Transformer)
+        )
         updates = updates_of(c.optimizer, model, train.OPTIMIZERS)
 
         def update(
@@ -251,7 +302,9 @@ def updated(recipe: str, mesh: str, constants=(), **changes) -> list:
         found = [jax.tree.map(np.float64, state)]
         for i in range(STEPS):
             machine, outs = exact.run(
-                traced.jaxpr, tiny.mesh(mesh).shape, [*leaves, *jax.tree.leaves(place(i)), np.int32(i)]
+                traced.jaxpr,
+                tiny.mesh(mesh).shape,
+                [*leaves, *jax.tree.leaves(place(i)), np.int32(i)],
             )
             leaves = [exact.without_devices(machine, x).value for x in outs]
             found.append(structure.unflatten(leaves))
@@ -273,7 +326,9 @@ def parameters(tree, table) -> dict[str, np.ndarray]:
 
 
 def same(found: list, expected: list, tolerance: float = 1e-8) -> None:
-    """Constants such as the learning rate are rounded to f32 in the traced update: that is most of the tolerance."""
+    """Constants such as the learning rate are rounded to f32 in the traced update: that is most of
+    the tolerance.
+    """
     for step, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert a.keys() == b.keys()
         for name in b:
@@ -283,7 +338,7 @@ def same(found: list, expected: list, tolerance: float = 1e-8) -> None:
     assert min(moved.values()) > 1e-4, moved
 
 
-# ---- Adafactor --------------------------------------------------------------------------------------------------
+# ---- Adafactor -----------------------------------------------------------------------------------
 
 
 def schedule(c):
@@ -294,9 +349,15 @@ def schedule(c):
 def test_adafactor_is_optaxs():
     decay, table = 0.1, load_table()
     c = config(ADAFACTOR, weight_decay=decay)
-    path = [parameters(state.weights, table) for state in updated(ADAFACTOR, "p=2 d=2 t=2", weight_decay=decay)]
+    path = [
+        parameters(state.weights, table)
+        for state in updated(ADAFACTOR, "p=2 d=2 t=2", weight_decay=decay)
+    ]
     # optax.adafactor does not multiply the decay by the rate.
-    scaled, rate = optax.adafactor(min_dim_size_to_factor=1), optax.scale_by_schedule(schedule(c.optimizer))
+    scaled, rate = (
+        optax.adafactor(min_dim_size_to_factor=1),
+        optax.scale_by_schedule(schedule(c.optimizer)),
+    )
     oracle = optax.chain(scaled, optax.add_decayed_weights(-decay), rate)
     with jax.enable_x64(True):
         w = jax.tree.map(jnp.asarray, path[0])
@@ -315,11 +376,12 @@ def load_table():
     return train.Llama(tiny.model(layers=4)).table
 
 
-# ---- SOAP -------------------------------------------------------------------------------------------------------
+# ---- SOAP ----------------------------------------------------------------------------------------
 
 
 def soap_by_numpy(path: dict, table, c, frequency: int, longest: int) -> list:
-    """Weights before and after each update of c's group by SOAP, and of the rest by AdamW, as the paper's authors do.
+    """Weights before and after each update of c's group by SOAP, and of the rest by AdamW, as the
+    paper's authors do.
 
     The first moment is kept in the bases, and turned where they change.
     """
@@ -329,13 +391,18 @@ def soap_by_numpy(path: dict, table, c, frequency: int, longest: int) -> list:
         for name, g in gs.items():
             is_own = fnmatch.fnmatch(name.partition(",")[0].replace("/", "."), c.groups[0].match)
             sides = [is_own and n <= longest for n in g.shape]
-            s = states.setdefault(name, {"m": 0 * g, "v": 0 * g, "GG": [np.zeros((n, n)) for n in g.shape], "Q": None})
+            s = states.setdefault(
+                name, {"m": 0 * g, "v": 0 * g, "GG": [np.zeros((n, n)) for n in g.shape], "Q": None}
+            )
             outer = [np.einsum("ij,kj->ik", x, x) for x in (g, g.T)] if is_own else []
             if is_own and s["Q"] is None:
                 s["GG"] = [(1 - b2) * x for x in outer]
                 pairs = zip(s["GG"], sides, strict=True)
-                s["Q"] = [np.linalg.eigh(x)[1][:, ::-1] if has else np.eye(len(x)) for x, has in pairs]
-                # Of the longer side, eigenvectors of eigenvalue 0 are anyone's choice: those of Householder's QR.
+                s["Q"] = [
+                    np.linalg.eigh(x)[1][:, ::-1] if has else np.eye(len(x)) for x, has in pairs
+                ]
+                # Of the longer side, eigenvectors of eigenvalue 0 are anyone's choice: those of
+                # Householder's QR.
                 short, wide = int(g.shape[1] < g.shape[0]), g if g.shape[1] < g.shape[0] else g.T
                 if sides[1 - short] and g.shape[0] != g.shape[1]:
                     s["Q"][1 - short] = np.linalg.qr(wide @ s["Q"][short], mode="complete")[0]
@@ -345,10 +412,17 @@ def soap_by_numpy(path: dict, table, c, frequency: int, longest: int) -> list:
             s["m"] = b1 * s["m"] + (1 - b1) * turned
             s["v"] = b2 * s["v"] + (1 - b2) * turned**2
             if is_own:
-                change = s["m"] / (np.sqrt(s["v"]) + c.adam_epsilon) * np.sqrt(1 - b2**count) / (1 - b1**count)
+                change = (
+                    s["m"]
+                    / (np.sqrt(s["v"]) + c.adam_epsilon)
+                    * np.sqrt(1 - b2**count)
+                    / (1 - b1**count)
+                )
                 change = s["Q"][0] @ change @ s["Q"][1].T
             else:
-                change = s["m"] / (1 - b1**count) / (np.sqrt(s["v"] / (1 - b2**count)) + c.adam_epsilon)
+                change = (
+                    s["m"] / (1 - b1**count) / (np.sqrt(s["v"] / (1 - b2**count)) + c.adam_epsilon)
+                )
             w[name] = w[name] - rate * (change + c.weight_decay * w[name])
             if not is_own:
                 continue
@@ -378,31 +452,54 @@ def test_soap_is_its_algorithm(chosen, decay, longest, mesh):
     constants = {"SOAP_FREQUENCY": 2, "SOAP_LONGEST": longest}
     settings = {"weight_decay": decay, "groups": [GroupConfig(chosen, algorithm="soap")]}
     table, c = load_table(), config(SOAP, **settings)
-    path = [parameters(state.weights, table) for state in updated(SOAP, mesh, constants, **settings)]
+    path = [
+        parameters(state.weights, table) for state in updated(SOAP, mesh, constants, **settings)
+    ]
     # The rounded constants count for more in the larger bases.
-    same(path, soap_by_numpy(path[0], table, c.optimizer, 2, longest), 1e-8 if longest == 32 else 1e-7)
+    same(
+        path,
+        soap_by_numpy(path[0], table, c.optimizer, 2, longest),
+        1e-8 if longest == 32 else 1e-7,
+    )
 
 
-@pytest.mark.parametrize(("shape", "rank", "dtype"), [((32, 32), None, np.float32), ((24, 48), 6, np.float64)])
+@pytest.mark.parametrize(
+    ("shape", "rank", "dtype"), [((32, 32), None, np.float32), ((24, 48), 6, np.float64)]
+)
 def test_soap_does_not_enlarge_rounding(shape, rank, dtype):
-    """Gradients that differ by 1e-7, as on another mesh, move a matrix to the same place; of low rank too."""
+    """Gradients that differ by 1e-7, as on another mesh, move a matrix to the same place; of low
+    rank too.
+    """
     c, (n, m) = config(SOAP).optimizer, shape
 
     def changes(by: float) -> list:
-        rng, of_mesh, moment, found = np.random.default_rng(0), np.random.default_rng(1), np.zeros(shape), []
+        rng, of_mesh, moment, found = (
+            np.random.default_rng(0),
+            np.random.default_rng(1),
+            np.zeros(shape),
+            [],
+        )
         zeros = [jnp.zeros(size, dtype) for size in (shape, (n, n), (m, m))]
         state = [zeros[0], *zeros[1:], *zeros[1:]]
         step_of = jax.jit(functools.partial(train.soap_of_matrix, c))
         for step in range(8):
-            g = rng.normal(size=shape) if rank is None else rng.normal(size=(n, rank)) @ rng.normal(size=(rank, m))
+            g = (
+                rng.normal(size=shape)
+                if rank is None
+                else rng.normal(size=(n, rank)) @ rng.normal(size=(rank, m))
+            )
             g = g * (1 + by * of_mesh.normal(size=shape))
             moment = moment if step == 0 else c.adam_b1 * moment + (1 - c.adam_b1) * g
-            change, _, *state = step_of(jnp.int32(step), jnp.asarray(g, dtype), jnp.asarray(moment, dtype), *state)
+            change, _, *state = step_of(
+                jnp.int32(step), jnp.asarray(g, dtype), jnp.asarray(moment, dtype), *state
+            )
             found.append(np.asarray(change))
         return found
 
     with module_of(changed(SOAP)) as train, jax.enable_x64(dtype == np.float64):
         train.SOAP_FREQUENCY = 3
         for a, b in zip(changes(0.0), changes(1e-7), strict=True):
-            assert np.linalg.norm(a - b) <= {np.float64: 1e-5, np.float32: 2e-4}[dtype] * np.linalg.norm(a)
+            assert np.linalg.norm(a - b) <= {np.float64: 1e-5, np.float32: 2e-4}[
+                dtype
+            ] * np.linalg.norm(a)
         assert np.linalg.norm(a) > 1

@@ -1,4 +1,6 @@
-"""A loss that reads inputs of the dataset: docs/recipes/grpo.py, against torch and on several meshes."""
+"""A loss that reads inputs of the dataset: docs/recipes/grpo.py, against torch and on several
+meshes.
+"""
 
 import json
 import re
@@ -40,7 +42,12 @@ def answers():
         prompt, length = rng.integers(1, 5), rng.integers(1, 11)
         log_p = -rng.uniform(3, 6, (2, length))  # of 64 tokens: both sides of the clipped range
         ids = rng.integers(0, 64, prompt + length).tolist()
-        named = {"prompt": ids[:prompt], "answer": ids[prompt:], "group": i // 4, "reward": float(rng.integers(0, 3))}
+        named = {
+            "prompt": ids[:prompt],
+            "answer": ids[prompt:],
+            "group": i // 4,
+            "reward": float(rng.integers(0, 3)),
+        }
         return named | {"old_log_p": log_p[0].tolist(), "reference_log_p": log_p[1].tolist()}
 
     found = [answer(i) for i in range(2 * tiny.BATCH)]
@@ -54,7 +61,12 @@ def data(answers, tmp_path_factory):
     """A dataset of them, by the command that the page shows."""
     directory = tmp_path_factory.mktemp("grpo")
     (directory / "answers.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in answers))
-    command = [ROOT / "docs/recipes/grpo.py", directory / "answers.jsonl", directory / "data", str(tiny.BATCH)]
+    command = [
+        ROOT / "docs/recipes/grpo.py",
+        directory / "answers.jsonl",
+        directory / "data",
+        str(tiny.BATCH),
+    ]
     path = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, *command], check=True, env=path)
     return str(directory / "data")
@@ -70,7 +82,13 @@ def config(data, **training):
 def loader(c, split="train"):
     names = tuple(inputs_of_loss(c.optimizer))
     return make_loader(
-        c.data, split, tiny.BATCH, tiny.LENGTH, 64, loss_inputs=names, microbatches=c.training.microbatches
+        c.data,
+        split,
+        tiny.BATCH,
+        tiny.LENGTH,
+        64,
+        loss_inputs=names,
+        microbatches=c.training.microbatches,
     )
 
 
@@ -84,13 +102,18 @@ def by_torch(logits, answers):
         spread = group.std(correction=0)
         advantage = (x["reward"] - group.mean()) / spread if spread > 0 else torch.zeros(())
         begin, count = len(x["prompt"]), len(x["answer"])
-        log_p = torch.log_softmax(logits[i, begin : begin + count], -1)[torch.arange(count), torch.tensor(x["answer"])]
+        log_p = torch.log_softmax(logits[i, begin : begin + count], -1)[
+            torch.arange(count), torch.tensor(x["answer"])
+        ]
         ratio = torch.exp(log_p - torch.tensor(x["old_log_p"]))
         clipped = torch.clamp(ratio, 0.8, 1.2)
         was_clipped += (clipped * advantage < ratio * advantage).tolist()
         log_r = torch.tensor(x["reference_log_p"]) - log_p
         divergence = torch.exp(log_r) - log_r - 1
-        total = total - (torch.minimum(ratio * advantage, clipped * advantage) - 0.04 * divergence).mean()
+        total = (
+            total
+            - (torch.minimum(ratio * advantage, clipped * advantage) - 0.04 * divergence).mean()
+        )
     assert 0.1 < np.mean(was_clipped) < 0.9
     total = total / len(answers)
     total.backward()
@@ -155,30 +178,46 @@ def test_an_input_that_is_missing_or_not_declared_is_named(data, monkeypatch):
     monkeypatch.setattr(grpo.loss, "inputs", {"advantage": f32})
     with (
         jax.set_mesh(tiny.mesh("one device")),
-        pytest.raises(ValueError, match=r"'old_log_p' is not an input of the loss, which has advantage\. Declare"),
+        pytest.raises(
+            ValueError,
+            match=r"'old_log_p' is not an input of the loss, which has advantage\. Declare",
+        ),
     ):
         assert tiny.step(c).traced
     monkeypatch.setattr(grpo.loss, "inputs", ("advantage",))
-    with pytest.raises(ValueError, match=r"grpo:loss, whose inputs are \('advantage',\); they must be a dict"):
+    with pytest.raises(
+        ValueError, match=r"grpo:loss, whose inputs are \('advantage',\); they must be a dict"
+    ):
         tiny.step(c).batch()
 
 
 @pytest.mark.long
 def test_the_loss_of_the_page(data):
     """That of docs/changing.md, weighted by an input."""
-    code, _ = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/changing.md").read_text(), re.DOTALL | re.MULTILINE)
+    code, _ = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/changing.md").read_text(), re.DOTALL | re.MULTILINE
+    )
     c = config(data)
     c.optimizer.loss = "weighted_loss:weighted"
-    with module_of(f"from shardlib.shardtypes import f32\nfrom train import cross_entropy\n{code}", "weighted_loss"):
+    with module_of(
+        f"from shardlib.shardtypes import f32\nfrom train import cross_entropy\n{code}",
+        "weighted_loss",
+    ):
         batch = loader(c).sequences(0, np.arange(tiny.BATCH))
 
-        def per_device(w: train.Transformer, batch: train.Batch) -> tuple[f32[""], train.Transformer]:
+        def per_device(
+            w: train.Transformer, batch: train.Batch
+        ) -> tuple[f32[""], train.Transformer]:
             return tiny.loss_and_gradients(w, batch, c)
 
         with jax.set_mesh(tiny.mesh("d=2 t=2")):
             w = tiny.weights(c.model)
             found, _ = tiny.per_device(per_device)(w, tiny.place_batch(c, batch))
-    log_p = jax.nn.log_softmax(dense.logits(jax.tree.map(np.asarray, w), dense.tokens_of(batch), c.model))
+    log_p = jax.nn.log_softmax(
+        dense.logits(jax.tree.map(np.asarray, w), dense.tokens_of(batch), c.model)
+    )
     log_p = np.take_along_axis(log_p, batch.targets[..., None].astype(int), -1)[..., 0]
     weight = batch.loss_inputs[..., 0].view(np.float32)
-    np.testing.assert_allclose(found, -(log_p * weight)[batch.loss_mask].sum() / batch.loss_mask.sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+        found, -(log_p * weight)[batch.loss_mask].sum() / batch.loss_mask.sum(), rtol=1e-5
+    )

@@ -1,4 +1,7 @@
-"""Muon against optax and a dense SVD; its collectives. On every mesh: tests/train/test_oracles.py."""
+"""Muon against optax and a dense SVD; its collectives.
+
+On every mesh: tests/train/test_oracles.py.
+"""
 
 import collections
 import dataclasses
@@ -34,7 +37,7 @@ def fresh_state(table) -> train.State:
     return train.State(random_like(table, 0), zeros, nu)
 
 
-# ---- Newton-Schulz ----------------------------------------------------------------------------------------------
+# ---- Newton-Schulz -------------------------------------------------------------------------------
 
 
 def with_singular_values(values, shape, seed=0):
@@ -47,11 +50,14 @@ def with_singular_values(values, shape, seed=0):
 
 @pytest.mark.parametrize("shape", [(48, 48), (32, 96), (96, 32)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1)])
-def test_newton_schulz_keeps_singular_vectors_and_evens_out_singular_values(shape, dtype, tolerance):
+def test_newton_schulz_keeps_singular_vectors_and_evens_out_singular_values(
+    shape, dtype, tolerance
+):
     values = np.geomspace(1, 0.03, min(shape))
     u, vt, x = with_singular_values(3.0 * values, shape)
     out = np.float64(jnp.float32(optimizers.newton_schulz(jnp.asarray(x, dtype), 5)))
-    # In the basis of x's own singular vectors the result is diagonal: these stayed. The quintic acts on each value.
+    # In the basis of x's own singular vectors the result is diagonal: these stayed. The quintic
+    # acts on each value.
     expected = values / np.linalg.norm(values)
     for _ in range(5):
         expected = np.polyval([2.0315, 0, -4.7750, 0, 3.4445, 0], expected)
@@ -64,23 +70,29 @@ def test_a_matrix_of_zeros_stays():
     assert not np.any(optimizers.newton_schulz(jnp.zeros((4, 3)), 5))
 
 
-# ---- the update -------------------------------------------------------------------------------------------------
+# ---- the update ----------------------------------------------------------------------------------
 
 
 def dimension_numbers(weight: Weight) -> MuonDimensionNumbers | None:
     if weight.kind != "matrix":
         return None
     inner = weight.inputs + weight.outputs
-    return MuonDimensionNumbers(tuple(range(-inner, -weight.outputs)), tuple(range(-weight.outputs, 0)))
+    return MuonDimensionNumbers(
+        tuple(range(-inner, -weight.outputs)), tuple(range(-weight.outputs, 0))
+    )
 
 
 def muon_by_optax(c: OptimizerConfig, table) -> optax.GradientTransformation:
-    """Muon with Keller Jordan's Nesterov momentum, of whatever in `table` is a matrix; AdamW of the rest.
+    """Muon with Keller Jordan's Nesterov momentum, of whatever in `table` is a matrix; AdamW of the
+    rest.
 
-    optax.contrib.muon's own Nesterov momentum corrects the biases of average and gradient by different factors, which
-    the reference, torch, and this project do not. So optax.trace is the momentum here, and Muon gets its result.
+    optax.contrib.muon's own Nesterov momentum corrects the biases of average and gradient by
+    different factors, which the reference, torch, and this project do not. So optax.trace is the
+    momentum here, and Muon gets its result.
     """
-    schedule = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup_steps, c.schedule_steps, 1e-3)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, c.learning_rate, c.warmup_steps, c.schedule_steps, 1e-3
+    )
     is_matrix = jax.tree.map(lambda weight: weight.kind == "matrix", table)
     rest = jax.tree.map(lambda weight: weight.kind != "matrix", table)
     muon = optax.contrib.muon(
@@ -94,7 +106,12 @@ def muon_by_optax(c: OptimizerConfig, table) -> optax.GradientTransformation:
     )
     decay = jax.tree.map(lambda weight: weight.kind in c.decay_on, table)
     adamw = optax.adamw(
-        schedule, c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=c.weight_decay, mask=lambda params: decay
+        schedule,
+        c.adam_b1,
+        c.adam_b2,
+        c.adam_epsilon,
+        weight_decay=c.weight_decay,
+        mask=lambda params: decay,
     )
     return optax.chain(
         optax.masked(optax.chain(optax.trace(c.muon_momentum, nesterov=True), muon), is_matrix),
@@ -121,7 +138,9 @@ def assert_optaxs(c: OptimizerConfig, table, mesh: str) -> None:
 
 
 def test_five_updates_equal_optax():
-    """Stacks of 8 and 12 matrices, which four devices of d and t divide; by settings that are not the defaults."""
+    """Stacks of 8 and 12 matrices, which four devices of d and t divide; by settings that are not
+    the defaults.
+    """
     c = config(decay_on=["embedding", "vector"], muon_rms=0.3, muon_momentum=0.8, muon_iterations=3)
     assert_optaxs(c, train.Llama(tiny.model(layers=4)).table, "r=2 d=2 t=2")
 
@@ -152,11 +171,13 @@ def test_stacks_of_any_kind():
 
 def test_a_matrix_without_inputs_is_refused():
     table = dataclasses.replace(train.Llama(tiny.model()).table, final_norm=Weight((32,), "matrix"))
-    with pytest.raises(ValueError, match=r"final_norm is to be updated by muon, .* but its Weight counts 0 dims"):
+    with pytest.raises(
+        ValueError, match=r"final_norm is to be updated by muon, .* but its Weight counts 0 dims"
+    ):
         updated_on("one device", muon_update(config(), table), fresh_state(table), table)
 
 
-# ---- communication ----------------------------------------------------------------------------------------------
+# ---- communication -------------------------------------------------------------------------------
 
 
 def lowered_update(mesh: str, act: str):
@@ -173,7 +194,9 @@ def lowered_update(mesh: str, act: str):
 
 @pytest.mark.parametrize(("mesh", "axes"), [("one device", 0), ("r=2 d=2 t=2", 2)])
 def test_collectives_are_the_written_ones(mesh, axes):
-    """Per stack and axis one all_to_all there and one back; nothing over r, nothing within Newton-Schulz."""
+    """Per stack and axis one all_to_all there and one back; nothing over r, nothing within
+    Newton-Schulz.
+    """
     stacks = 3  # w_q with w_o, w_k with w_v, and the three of the MLP
     found = collections.Counter()
     for instructions in computations(lowered_update(mesh, "bfloat16").compile().as_text()).values():
@@ -183,7 +206,9 @@ def test_collectives_are_the_written_ones(mesh, axes):
 
 
 def test_what_is_exchanged_is_in_the_compute_dtype_and_filled_up_late():
-    """Entries that a device sends and receives, its own share included, as docs/optimizers.md counts them."""
+    """Entries that a device sends and receives, its own share included, as docs/optimizers.md
+    counts them.
+    """
     text = lowered_update("d=4 t=2", "bfloat16").as_text()
     results = re.findall(r"stablehlo\.all_to_all.*-> tensor<([\dx]+)x(\w+)>", text)
     assert {dtype for _, dtype in results} == {"bf16"}
@@ -191,5 +216,14 @@ def test_what_is_exchanged_is_in_the_compute_dtype_and_filled_up_late():
     q_and_o = m * heads * d_head  # 6 matrices: 8 in eighths over d, then 2 in halves over t
     k_and_v = m * heads * d_head // 2
     mlp = m * d_ff  # 9 matrices: 12 in eighths over d, then 3, filled up to 4, in halves over t
-    once = [q_and_o * 8 // 8, q_and_o * 2 // 2, k_and_v * 8 // 8, k_and_v * 2 // 2, mlp * 12 // 8, mlp * 4 // 2]
-    assert sorted(int(np.prod([int(n) for n in shape.split("x")])) for shape, _ in results) == sorted(once * 2)
+    once = [
+        q_and_o * 8 // 8,
+        q_and_o * 2 // 2,
+        k_and_v * 8 // 8,
+        k_and_v * 2 // 2,
+        mlp * 12 // 8,
+        mlp * 4 // 2,
+    ]
+    assert sorted(
+        int(np.prod([int(n) for n in shape.split("x")])) for shape, _ in results
+    ) == sorted(once * 2)

@@ -27,25 +27,36 @@ State = train.State[train.Transformer]
 
 PEAK, FLOOR = 1e-2, 1e-3
 SCHEDULES = {  # settings -> the same schedule by optax
-    "cosine": ({"final_fraction": 0.1}, optax.warmup_cosine_decay_schedule(0.0, PEAK, 3, 12, FLOOR)),
+    "cosine": (
+        {"final_fraction": 0.1},
+        optax.warmup_cosine_decay_schedule(0.0, PEAK, 3, 12, FLOOR),
+    ),
     "cosine to zero, no warmup": (
         {"warmup_steps": 0, "schedule_steps": 7, "final_fraction": 0.0},
         optax.warmup_cosine_decay_schedule(PEAK, PEAK, 0, 7, 0.0),
     ),
     "linear": (
         {"schedule": "linear"},
-        optax.join_schedules([optax.linear_schedule(0.0, PEAK, 3), optax.linear_schedule(PEAK, FLOOR, 9)], [3]),
+        optax.join_schedules(
+            [optax.linear_schedule(0.0, PEAK, 3), optax.linear_schedule(PEAK, FLOOR, 9)], [3]
+        ),
     ),
     "wsd": (
         {"schedule": "wsd", "cooldown_steps": 4},
         optax.join_schedules(
-            [optax.linear_schedule(0.0, PEAK, 3), optax.constant_schedule(PEAK), optax.linear_schedule(PEAK, FLOOR, 4)],
+            [
+                optax.linear_schedule(0.0, PEAK, 3),
+                optax.constant_schedule(PEAK),
+                optax.linear_schedule(PEAK, FLOOR, 4),
+            ],
             [3, 8],
         ),
     ),
     "wsd that is nearly all cooldown": (
         {"schedule": "wsd", "cooldown_steps": 11, "warmup_steps": 0, "final_fraction": 0.0},
-        optax.join_schedules([optax.constant_schedule(PEAK), optax.linear_schedule(PEAK, 0.0, 11)], [1]),
+        optax.join_schedules(
+            [optax.constant_schedule(PEAK), optax.linear_schedule(PEAK, 0.0, 11)], [1]
+        ),
     ),
     "wsd that is all cooldown": (
         {"schedule": "wsd", "cooldown_steps": 12, "warmup_steps": 0},
@@ -53,19 +64,29 @@ SCHEDULES = {  # settings -> the same schedule by optax
     ),
     "constant": (
         {"schedule": "constant", "schedule_steps": None},
-        optax.join_schedules([optax.linear_schedule(0.0, PEAK, 3), optax.constant_schedule(PEAK)], [3]),
+        optax.join_schedules(
+            [optax.linear_schedule(0.0, PEAK, 3), optax.constant_schedule(PEAK)], [3]
+        ),
     ),
 }
 
 
 def test_the_schedule_of_the_page(monkeypatch):
-    """docs/changing.md: a line up to the peak, and from there the inverse square root of the step."""
-    _, code = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/changing.md").read_text(), re.DOTALL | re.MULTILINE)
-    c = tiny.optimizer(learning_rate=PEAK, schedule="own_schedule:inverse_root", schedule_steps=None)
+    """docs/changing.md: a line up to the peak, and from there the inverse square root of the
+    step.
+    """
+    _, code = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/changing.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    c = tiny.optimizer(
+        learning_rate=PEAK, schedule="own_schedule:inverse_root", schedule_steps=None
+    )
     check_optimizer(c)
     with module_of(f"import jax.numpy as jnp\n{code}", "own_schedule"):
         rates = [learning_rate(jnp.int32(step), c) for step in (0, 1, 3, 12, 300)]
-        with_time = learning_rate(jnp.int32(0), dataclasses.replace(c, schedule_steps=24), jnp.float32(12))
+        with_time = learning_rate(
+            jnp.int32(0), dataclasses.replace(c, schedule_steps=24), jnp.float32(12)
+        )
     np.testing.assert_allclose(rates, [0, PEAK / 3, PEAK, PEAK / 2, PEAK / 10], rtol=1e-5)
     np.testing.assert_allclose(with_time, PEAK / 2, rtol=1e-5)
 
@@ -76,7 +97,9 @@ def test_learning_rate_equals_optax(name):
     c = tiny.optimizer(learning_rate=PEAK, **settings)
     check_optimizer(c)
     for step in range(20):
-        np.testing.assert_allclose(learning_rate(jnp.int32(step), c), oracle(step), rtol=1e-5, atol=1e-9)
+        np.testing.assert_allclose(
+            learning_rate(jnp.int32(step), c), oracle(step), rtol=1e-5, atol=1e-9
+        )
 
 
 GROUPS = [GroupConfig("*norm", weight_decay=0.0), GroupConfig("layers.w_*", rate=0.5)]
@@ -85,10 +108,18 @@ MODEL = tiny.model(layers=1, d_head=8, qk_norm=True)
 
 
 def adamw_by_optax(c, groups: list):
-    schedule = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup_steps, c.schedule_steps, 1e-3)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, c.learning_rate, c.warmup_steps, c.schedule_steps, 1e-3
+    )
 
     def adamw(rate, decay):
-        return optax.adamw(lambda step: rate * schedule(step), c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=decay)
+        return optax.adamw(
+            lambda step: rate * schedule(step),
+            c.adam_b1,
+            c.adam_b2,
+            c.adam_epsilon,
+            weight_decay=decay,
+        )
 
     kinds = {"decayed": adamw(1, 0.1), "plain": adamw(1, 0.0), "halved": adamw(0.5, 0.1)}
 
@@ -108,7 +139,9 @@ def averages(kind: str, weights: list[float]) -> list[float]:
     state = train.State(weights=jnp.float32(0), adam_mu=None, adam_nu=None, average=jnp.float32(0))
     found = []
     for step, weight in enumerate(weights):
-        state = rates.averaged(dataclasses.replace(state, weights=jnp.float32(weight)), jnp.int32(step), c)
+        state = rates.averaged(
+            dataclasses.replace(state, weights=jnp.float32(weight)), jnp.int32(step), c
+        )
         found.append(float(state.average))
     return found
 
@@ -126,22 +159,34 @@ def test_the_share_of_old_weights_halves_in_average_steps():
 
 @pytest.mark.parametrize(("order", "rate"), [((0, 1), 2.0), ((1, 0), 0.5)])
 def test_a_later_group_replaces_what_an_earlier_one_gives(order, rate):
-    groups = [GroupConfig("layers.w_*", rate=0.5), GroupConfig("layers.w_q", rate=2.0, weight_decay=0.3)]
-    updates = tiny.updates(tiny.optimizer(groups=[groups[i] for i in order]), train.Llama(MODEL).table)
+    groups = [
+        GroupConfig("layers.w_*", rate=0.5),
+        GroupConfig("layers.w_q", rate=2.0, weight_decay=0.3),
+    ]
+    updates = tiny.updates(
+        tiny.optimizer(groups=[groups[i] for i in order]), train.Llama(MODEL).table
+    )
     assert (updates.layers.w_q.rate, updates.layers.w_q.decay) == (rate, 0.3)
     assert (updates.layers.w_k.rate, updates.embed.rate) == (0.5, 1.0)
 
 
 def test_an_epsilon_of_nothing_is_refused():
     """An entry without gradients would be 0/0, also at rate 0."""
-    with pytest.raises(ValueError, match=r"optimizer.adam_epsilon is 1e-46; it must be at least 1e-30"):
+    with pytest.raises(
+        ValueError, match=r"optimizer.adam_epsilon is 1e-46; it must be at least 1e-30"
+    ):
         check_ranges("optimizer", tiny.optimizer(adam_epsilon=1e-46))
 
 
 @pytest.mark.parametrize(("mesh", "groups"), [("r=2 d=2 t=2", []), ("d=4 t=2", GROUPS)])
 def test_five_updates_equal_optax(mesh, groups):
-    decay_on = ["matrix", "embedding", "unembedding", "vector"] if groups else ["matrix", "unembedding"]
-    c, table = tiny.optimizer(clip_norm=30.0, decay_on=decay_on, groups=groups), train.Llama(MODEL).table
+    decay_on = (
+        ["matrix", "embedding", "unembedding", "vector"] if groups else ["matrix", "unembedding"]
+    )
+    c, table = (
+        tiny.optimizer(clip_norm=30.0, decay_on=decay_on, groups=groups),
+        train.Llama(MODEL).table,
+    )
     updates = tiny.updates(c, table)
 
     def update(state: State, g: train.Transformer, step: i32[""]) -> tuple[State, f32[""]]:
@@ -159,7 +204,11 @@ def test_five_updates_equal_optax(mesh, groups):
 def test_a_gpu_stores_gradients_in_the_order_of_weights(monkeypatch):
     """The program that the compiler is given says so."""
     monkeypatch.setattr(rates, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
-    text = jax.jit(lambda g: rates.row_major({"w": g.mT})).lower(np.ones((5, 3, 4), np.float32)).as_text()
+    text = (
+        jax.jit(lambda g: rates.row_major({"w": g.mT}))
+        .lower(np.ones((5, 3, 4), np.float32))
+        .as_text()
+    )
     assert re.search(r"@LayoutConstraint\(.*result_layouts = \[dense<\[2, 1, 0\]>", text), text
 
 
@@ -171,7 +220,10 @@ def test_every_array_of_the_state_is_fully_sharded():
 
 OWN_SCHEDULES = {
     "a Python float": (lambda step, c: 0.5, None),
-    "a branch": (lambda step, c: 1.0 if step < 3 else 0.5, "gives no number for a step: Attempted boolean conversion"),
+    "a branch": (
+        lambda step, c: 1.0 if step < 3 else 0.5,
+        "gives no number for a step: Attempted boolean conversion",
+    ),
     "None": (lambda step, c: None, "gives no number"),
     "one argument": (lambda step: 1.0, "takes 1 positional argument but 2 were given"),
     "a text": (lambda step, c: "half", "gives no number"),
@@ -186,12 +238,17 @@ def test_a_schedule_of_ones_own_is_a_number_of_the_step(monkeypatch, kind):
     c = dataclasses.replace(tiny.config(tiny.model()).optimizer, schedule="mine:schedule")
     told = contextlib.nullcontext() if message is None else pytest.raises(ShardError, match=message)
     with told:
-        assert jax.jit(lambda step: rates.learning_rate(step, c))(jnp.int32(4)) == 0.5 * c.learning_rate
+        assert (
+            jax.jit(lambda step: rates.learning_rate(step, c))(jnp.int32(4))
+            == 0.5 * c.learning_rate
+        )
 
 
 def test_a_schedule_that_is_not_finite_is_refused_before_the_run(monkeypatch):
     c = dataclasses.replace(tiny.config(tiny.model()).optimizer, schedule="mine:schedule")
-    monkeypatch.setattr(rates, "named", lambda *_: lambda step, c: jnp.where(step < 40, 1 - step / 100, jnp.nan))
+    monkeypatch.setattr(
+        rates, "named", lambda *_: lambda step, c: jnp.where(step < 40, 1 - step / 100, jnp.nan)
+    )
     rates.check_schedule(c, 40)
     with pytest.raises(ValueError, match="schedule=mine:schedule gives nan at step 40 of 50"):
         rates.check_schedule(c, 50)

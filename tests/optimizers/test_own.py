@@ -16,7 +16,8 @@ from tests.support import tiny
 def test_an_own_optimizer_has_both_moments_and_a_group_may_name_it():
     c = tiny.config()
     c.optimizer = tiny.optimizer(
-        algorithm="muon", groups=[GroupConfig(match="layers.w_q", algorithm="tests.support.own_parts:sgd")]
+        algorithm="muon",
+        groups=[GroupConfig(match="layers.w_q", algorithm="tests.support.own_parts:sgd")],
     )
     with jax.set_mesh(tiny.mesh("one device")):
         state = tiny.state(c)
@@ -31,7 +32,10 @@ def test_an_own_optimizer_has_both_moments_and_a_group_may_name_it():
             {"algorithm": "tests.support.own_parts:sgdd"},
             r"'tests.support.own_parts:sgdd' is not an optimizer \(.*'sgdd'",
         ),
-        ({"loss": "no_such_file:loss"}, r"'no_such_file:loss' is not a loss \(No module named 'no_such_file'\)"),
+        (
+            {"loss": "no_such_file:loss"},
+            r"'no_such_file:loss' is not a loss \(No module named 'no_such_file'\)",
+        ),
         ({"schedule": "no_such_file:rise"}, r"'no_such_file:rise' is not a schedule"),
         ({"loss": "cross_entropi"}, r"Did you mean cross_entropy\?"),
         (
@@ -39,10 +43,22 @@ def test_an_own_optimizer_has_both_moments_and_a_group_may_name_it():
             r"'os:system' is not an optimizer: too many .* function of \(state, g, step, rate",
         ),
         ({"loss": "os:sep"}, r"'os:sep' is not a loss: '/' is not a callable object"),
-        ({"schedule": "os:path"}, r"'os:path' is not a schedule: .* Write a function of \(step, config\)"),
-        ({"algorithm": "tests.support.own_parts:forgets"}, r"forgets returns NoneType None, not a State"),
-        ({"loss": "tests.support.own_parts:forgets_loss"}, r"forgets_loss returns NoneType None for targets u32\["),
-        ({"algorithm": "tests.support.own_parts:by_another_train"}, "is a State of train, not of shardwright.train"),
+        (
+            {"schedule": "os:path"},
+            r"'os:path' is not a schedule: .* Write a function of \(step, config\)",
+        ),
+        (
+            {"algorithm": "tests.support.own_parts:forgets"},
+            r"forgets returns NoneType None, not a State",
+        ),
+        (
+            {"loss": "tests.support.own_parts:forgets_loss"},
+            r"forgets_loss returns NoneType None for targets u32\[",
+        ),
+        (
+            {"algorithm": "tests.support.own_parts:by_another_train"},
+            "is a State of train, not of shardwright.train",
+        ),
     ],
 )
 def test_a_name_of_none_or_of_another_kind(changes, message):
@@ -56,7 +72,10 @@ def test_a_name_of_none_or_of_another_kind(changes, message):
 def test_an_own_loss_is_proved_with_the_step():
     c = tiny.config()
     c.optimizer = tiny.optimizer(loss="tests.support.own_parts:mixes_sequences")
-    with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=r"own_parts\.py:.* another sequence"):
+    with (
+        jax.set_mesh(tiny.mesh("one device")),
+        pytest.raises(ValueError, match=r"own_parts\.py:.* another sequence"),
+    ):
         check_causal(tiny.step(c))
 
 
@@ -65,7 +84,8 @@ def test_a_function_of_its_modules_name_stays_an_attribute_of_the_package(tmp_pa
     """The modules are imported anew for a trace, and put back."""
     (tmp_path / "own_losses").mkdir()
     source = (
-        "import train\n\n\ndef half(logits, targets, c):\n    return 0.5 * train.cross_entropy(logits, targets.ids)\n"
+        "import train\n\n\ndef half(logits, targets, c):\n    return 0.5 * "
+        "train.cross_entropy(logits, targets.ids)\n"
     )
     (tmp_path / "own_losses/half.py").write_text(source)
     (tmp_path / "own_losses/__init__.py").write_text("from own_losses.half import half\n")

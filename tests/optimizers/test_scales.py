@@ -1,4 +1,6 @@
-"""muP and CompleteP: scales of weights against the package mup and the papers' tables, and multipliers in the model."""
+"""muP and CompleteP: scales of weights against the package mup and the papers' tables, and
+multipliers in the model.
+"""
 
 import dataclasses
 import math
@@ -29,12 +31,15 @@ def scaled(c, model, **changes):
         jax.tree.leaves(scales.scales_of(c, model)),
         strict=True,
     )
-    return {jax.tree_util.keystr(path[-1:], simple=True): (scale, update) for (path, update), scale in found}
+    return {
+        jax.tree_util.keystr(path[-1:], simple=True): (scale, update)
+        for (path, update), scale in found
+    }
 
 
-# Printed by mup 1.0.0 (PyPI; MuAdamW, MuReadout) for a model of nn.Embedding, nn.LayerNorm and nn.Linear layers, with
-# d_model and d_ff 4 times those of the base: factors on the initial std, the learning rate and weight decay, and on the
-# output in the forward pass.
+# Printed by mup 1.0.0 (PyPI; MuAdamW, MuReadout) for a model of nn.Embedding, nn.LayerNorm and
+# nn.Linear layers, with d_model and d_ff 4 times those of the base: factors on the initial std, the
+# learning rate and weight decay, and on the output in the forward pass.
 MUP = {
     "embed": (1.0, 1.0, 1.0, 1.0),
     "attention_norm": (1.0, 1.0, 1.0, 1.0),
@@ -44,7 +49,10 @@ MUP = {
 
 
 def test_widths_are_those_of_mup():
-    base, found = load_model(tiny.model(**BASE)), scaled(BASE, load_model(tiny.model(**WIDE)), parametrization="mup")
+    base, found = (
+        load_model(tiny.model(**BASE)),
+        scaled(BASE, load_model(tiny.model(**WIDE)), parametrization="mup"),
+    )
     for name, (std, rate, decay, forward) in MUP.items():
         scale, update = found[name]
         of_base = getattr(base.table, name, None) or getattr(base.table.layers, name)
@@ -54,11 +62,23 @@ def test_widths_are_those_of_mup():
         assert update.decay == pytest.approx(0.1 * decay / forward), name
 
 
-# Powers of the width n: initial variance, learning rate of Adam. Table 3 of arXiv 2203.03466; 8 for a tied table, whose
-# multiplier 1/n is in the final norm.
+# Powers of the width n: initial variance, learning rate of Adam. Table 3 of arXiv 2203.03466; 8 for
+# a tied table, whose multiplier 1/n is in the final norm.
 TENSOR_PROGRAMS = {
-    False: {"embed": (0, 0), "attention_norm": (None, 0), "w_q": (-1, -1), "w_down": (-1, -1), "unembed": (-2, -1)},
-    True: {"embed": (0, 0), "mlp_norm": (None, 0), "w_o": (-1, -1), "w_up": (-1, -1), "final_norm": (None, -1)},
+    False: {
+        "embed": (0, 0),
+        "attention_norm": (None, 0),
+        "w_q": (-1, -1),
+        "w_down": (-1, -1),
+        "unembed": (-2, -1),
+    },
+    True: {
+        "embed": (0, 0),
+        "mlp_norm": (None, 0),
+        "w_o": (-1, -1),
+        "w_up": (-1, -1),
+        "final_norm": (None, -1),
+    },
 }
 
 
@@ -81,8 +101,9 @@ def test_powers_are_those_of_tensor_programs(tied):
     assert tied == (found[0]["final_norm"][0].mean != 1)
 
 
-# Table 1 of arXiv 2505.01618, column CompleteP with α = 1, for m_N = 4 and m_L = 3: initial variance, learning rate,
-# epsilon and decay. `branch` is the multiplier of the output that the weight carries here.
+# Table 1 of arXiv 2505.01618, column CompleteP with α = 1, for m_N = 4 and m_L = 3: initial
+# variance, learning rate, epsilon and decay. `branch` is the multiplier of the output that the
+# weight carries here.
 COMPLETEP = {
     "embed": (1, 1, 1 / 4, 1, 1),
     "attention_norm": (None, 1, 1 / 12, 1, 1),
@@ -111,11 +132,17 @@ def test_completep_is_that_of_its_table():
 
 MODELS = {
     "llama": lambda n: tiny.model(d_model=16 * n, n_kv=4 * n, d_ff=24 * n),
-    "tied": lambda n: tiny.model(d_model=16 * n, n_kv=4 * n, d_ff=24 * n, tied_embeddings=True, qk_norm=True),
-    "olmo": lambda n: family.ModelConfig(**{**vars(tiny.model(d_model=16 * n)), "module": "family"}, norms="after"),
+    "tied": lambda n: tiny.model(
+        d_model=16 * n, n_kv=4 * n, d_ff=24 * n, tied_embeddings=True, qk_norm=True
+    ),
+    "olmo": lambda n: family.ModelConfig(
+        **{**vars(tiny.model(d_model=16 * n)), "module": "family"}, norms="after"
+    ),
     "gpt2": lambda n: gpt2.ModelConfig(vocab=64, positions=16, d_model=16 * n, layers=2, heads=2),
     "experts": lambda n: moe.ModelConfig(
-        **{**vars(tiny.model(d_model=16 * n, d_ff=8 * n)), "module": "moe"}, experts=4, experts_per_token=2
+        **{**vars(tiny.model(d_model=16 * n, d_ff=8 * n)), "module": "moe"},
+        experts=4,
+        experts_per_token=2,
     ),
 }
 
@@ -128,10 +155,16 @@ def test_at_the_size_of_the_base_nothing_changes(name, kind, algorithm):
     base = {"d_model": 32, "layers": model.config.layers}
     plain = updates_of(tiny.optimizer(algorithm=algorithm), model, train.OPTIMIZERS)
     assert (
-        updates_of(tiny.optimizer(algorithm=algorithm, parametrization=kind, base=base), model, train.OPTIMIZERS)
+        updates_of(
+            tiny.optimizer(algorithm=algorithm, parametrization=kind, base=base),
+            model,
+            train.OPTIMIZERS,
+        )
         == plain
     )
-    assert scales.initial_table(tiny.optimizer(parametrization=kind, base=base), model) == model.table
+    assert (
+        scales.initial_table(tiny.optimizer(parametrization=kind, base=base), model) == model.table
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -151,26 +184,45 @@ def test_a_narrower_model_has_the_inverse_scales(name, kind):
     def sizes(c):
         return {k: v for k, v in vars(c).items() if k in ("d_model", "n_kv", "d_ff")}
 
-    own = [[weight.std or weight.mean for weight in jax.tree.leaves(each.table)] for each in (small, large)]
+    own = [
+        [weight.std or weight.mean for weight in jax.tree.leaves(each.table)]
+        for each in (small, large)
+    ]
     for up, down, a, b in zip(of(large, small), of(small, large), *own, strict=True):
         assert np.multiply(up[:3], down[:3]) == pytest.approx([1, 1, 1])
         assert up[3] * down[3] == pytest.approx(a * b)
 
 
 def test_router_and_few_keys_are_outputs():
-    """What maps the width to a number that doesn't grow is scaled like the output projection: table 3."""
+    """What maps the width to a number that doesn't grow is scaled like the output projection:
+    table 3.
+    """
     c = dataclasses.replace(MODELS["experts"](4), n_kv=2)
-    found = scaled({"d_model": 16, "n_q_per_kv": 1, "d_ff": 8}, load_model(c), parametrization="mup")
-    for name, (inputs, outputs) in {"router": (4, 1), "w_k": (4, 1), "w_gate": (4, 4), "w_q": (4, 2)}.items():
+    found = scaled(
+        {"d_model": 16, "n_q_per_kv": 1, "d_ff": 8}, load_model(c), parametrization="mup"
+    )
+    for name, (inputs, outputs) in {
+        "router": (4, 1),
+        "w_k": (4, 1),
+        "w_gate": (4, 4),
+        "w_q": (4, 2),
+    }.items():
         scale, update = found[name]
-        assert (scale.inputs, scale.outputs, update.rate, update.epsilon) == (inputs, outputs, 1 / 4, 1 / outputs), name
+        assert (scale.inputs, scale.outputs, update.rate, update.epsilon) == (
+            inputs,
+            outputs,
+            1 / 4,
+            1 / outputs,
+        ), name
         of_base = 16**-0.5
         assert scale.std == pytest.approx(of_base / (4 if outputs == 1 else 2)), name
 
 
 def test_another_vocabulary_in_the_base_changes_no_scale():
     wide = load_model(tiny.model(**WIDE))
-    plain, other = (scaled({**BASE, **more}, wide, parametrization="mup") for more in ({}, {"vocab": 16}))
+    plain, other = (
+        scaled({**BASE, **more}, wide, parametrization="mup") for more in ({}, {"vocab": 16})
+    )
     assert other == plain
 
 
@@ -182,7 +234,10 @@ def test_muon_keeps_the_spectral_condition():
         updates = updates_of(c, model, train.OPTIMIZERS)
         for name in ("w_q", "w_o", "w_up", "w_down"):
             norms = []
-            for table, rate in ((base.table, 1.0), (model.table, getattr(updates.layers, name).rate)):
+            for table, rate in (
+                (base.table, 1.0),
+                (model.table, getattr(updates.layers, name).rate),
+            ):
                 weight = getattr(table.layers, name)
                 fan_in = math.prod(weight.shape[1 : 1 + weight.inputs])
                 fan_out = math.prod(weight.shape[1 + weight.inputs :])
@@ -190,7 +245,7 @@ def test_muon_keeps_the_spectral_condition():
             assert norms[0] == pytest.approx(norms[1]), name
 
 
-# ---- multipliers in the model, as the papers write them ----------------------------------------------------------
+# ---- multipliers in the model, as the papers write them ------------------------------------------
 
 
 class Explicit(train.Llama):
@@ -226,10 +281,16 @@ def losses(c, model):
 
 @pytest.mark.long
 def test_folded_multipliers_are_those_in_the_model(monkeypatch):
-    """Six steps of a tied model with qk_norm, twice as wide and deep as the base and with wider heads."""
+    """Six steps of a tied model with qk_norm, twice as wide and deep as the base and with wider
+    heads.
+    """
     wide = tiny.model(d_model=32, layers=4, n_kv=2, n_q_per_kv=2, d_head=16, tied_embeddings=True)
     c = tiny.config(wide)
-    changes = {"parametrization": "completep", "base": {"d_model": 8, "layers": 2, "d_head": 4}, "clip_norm": 1e9}
+    changes = {
+        "parametrization": "completep",
+        "base": {"d_model": 8, "layers": 2, "d_head": 4},
+        "clip_norm": 1e9,
+    }
     c.optimizer = tiny.optimizer(algorithm="muon", adam_epsilon=1e-3, weight_decay=1.0, **changes)
     folded = losses(c, load_model(wide))
 
@@ -240,10 +301,11 @@ def test_folded_multipliers_are_those_in_the_model(monkeypatch):
     explicit = losses(c, model)
     assert folded == pytest.approx(explicit, rel=2e-5)
     model.branch = 1.0
-    assert explicit[-1] != pytest.approx(losses(c, model)[-1], rel=1e-3)  # not because nothing matters
+    # not because nothing matters
+    assert explicit[-1] != pytest.approx(losses(c, model)[-1], rel=1e-3)
 
 
-# ---- models that cannot be scaled --------------------------------------------------------------------------------
+# ---- models that cannot be scaled ----------------------------------------------------------------
 
 
 class Renamed(train.Llama):
@@ -276,14 +338,22 @@ REJECTED = {
         {"d_model": 16},
         "model.norm_offset multiplies by what no weight holds",
     ),
-    "other weights": (tiny.model, {"qk_norm": True}, "optimizer.base changes which weights the model has"),
+    "other weights": (
+        tiny.model,
+        {"qk_norm": True},
+        "optimizer.base changes which weights the model has",
+    ),
     "scaled embedding": (
-        lambda: family.ModelConfig(**{**vars(tiny.model()), "module": "family"}, embedding_scaled=True),
+        lambda: family.ModelConfig(
+            **{**vars(tiny.model()), "module": "family"}, embedding_scaled=True
+        ),
         {"d_model": 16},
         "model.embedding_scaled",
     ),
     "scaled scores": (
-        lambda: family.ModelConfig(**{**vars(tiny.model()), "module": "family"}, attention_scalar=4),
+        lambda: family.ModelConfig(
+            **{**vars(tiny.model()), "module": "family"}, attention_scalar=4
+        ),
         {"d_model": 16},
         "model.attention_scalar",
     ),
@@ -299,5 +369,7 @@ def test_a_model_that_cannot_be_scaled_is_rejected(name):
 
 def test_unknown_carriers_are_asked_for(monkeypatch):
     monkeypatch.setitem(scales.CARRIERS, "residual", [[("w_out",)]])
-    with pytest.raises(ValueError, match=r'scales the residual.* multipliers = \{"residual": \["<weight>"\]\}'):
+    with pytest.raises(
+        ValueError, match=r'scales the residual.* multipliers = \{"residual": \["<weight>"\]\}'
+    ):
         scaled({"layers": 1}, load_model(tiny.model()), parametrization="completep")

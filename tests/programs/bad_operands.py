@@ -1,4 +1,6 @@
-"""Values that are no block of a whole value, as operands of each primitive: none becomes a block by that."""
+"""Values that are no block of a whole value, as operands of each primitive: none becomes a block by
+that.
+"""
 
 import re
 
@@ -9,7 +11,13 @@ from jax import lax
 from shardlib.shardtypes import f32, i32
 from tests.programs.program import Program, one_device
 
-INS = {"x": f32["L S"], "f": f32["L F/t"], "w": f32["F/t S"], "table": f32["V/t S"], "ids": i32["L"]}
+INS = {
+    "x": f32["L S"],
+    "f": f32["L F/t"],
+    "w": f32["F/t S"],
+    "table": f32["V/t S"],
+    "ids": i32["L"],
+}
 
 
 def own(table, ids):
@@ -19,15 +27,23 @@ def own(table, ids):
 BAD = {
     "partial sum": lambda x, f, w, table, ids: f @ w,
     "maximum of a block": lambda x, f, w, table, ids: jnp.max(f[:, :, None] * jnp.ones(16), axis=1),
-    "entries not masked": lambda x, f, w, table, ids: jnp.take(table, own(table, ids), axis=0, mode="clip"),
+    "entries not masked": lambda x, f, w, table, ids: jnp.take(
+        table, own(table, ids), axis=0, mode="clip"
+    ),
     "index of a device": lambda x, f, w, table, ids: x + lax.axis_index("t"),
     "local size": lambda x, f, w, table, ids: x * (f.shape[1] + 1),
-    "local positions": lambda x, f, w, table, ids: lax.broadcasted_iota(jnp.float32, (f.shape[1], 16), 0),
+    "local positions": lambda x, f, w, table, ids: lax.broadcasted_iota(
+        jnp.float32, (f.shape[1], 16), 0
+    ),
     "mask": lambda x, f, w, table, ids: jnp.broadcast_to(
         ((own(table, ids) >= 0) & (own(table, ids) < table.shape[0]))[:, None], (16, 16)
     ).astype(jnp.float32),
-    "mask of a device": lambda x, f, w, table, ids: jnp.broadcast_to(lax.axis_index("t") == 0, (16, 16)) * 1.0,
-    "argmax of a block": lambda x, f, w, table, ids: jnp.argmax(f, axis=1)[:, None] * jnp.ones((1, 16), jnp.int32),
+    "mask of a device": lambda x, f, w, table, ids: (
+        jnp.broadcast_to(lax.axis_index("t") == 0, (16, 16)) * 1.0
+    ),
+    "argmax of a block": lambda x, f, w, table, ids: (
+        jnp.argmax(f, axis=1)[:, None] * jnp.ones((1, 16), jnp.int32)
+    ),
 }
 """Each makes f32[16 16], but for local positions."""
 
@@ -52,8 +68,12 @@ USES = {
     "dot with": lambda bad, x: bad @ x,
     "matrix root": lambda bad, x: jnp.linalg.cholesky(bad[:4, :4]),
     "fft": lambda bad, x: jnp.fft.fft(bad, axis=1).real,
-    "convolution": lambda bad, x: lax.conv(bad[None, None] * 1.0, x[None, None, :3, :3], (1, 1), "SAME"),
-    "convolved by": lambda bad, x: lax.conv(x[None, None], bad[None, None, :3, :3] * 1.0, (1, 1), "SAME"),
+    "convolution": lambda bad, x: lax.conv(
+        bad[None, None] * 1.0, x[None, None, :3, :3], (1, 1), "SAME"
+    ),
+    "convolved by": lambda bad, x: lax.conv(
+        x[None, None], bad[None, None, :3, :3] * 1.0, (1, 1), "SAME"
+    ),
     "pooling": lambda bad, x: lax.reduce_window(bad, -jnp.inf, lax.max, (1, 3), (1, 1), "SAME"),
     "reversal": lambda bad, x: jnp.flip(bad, axis=1),
     "padding": lambda bad, x: jnp.pad(bad, ((0, 0), (1, 0))),
@@ -72,22 +92,34 @@ USES = {
     "scattered by": lambda bad, x: jnp.zeros(64).at[first(bad)].add(x[0], mode="drop"),
     "cut": lambda bad, x: lax.dynamic_slice_in_dim(bad, jnp.int32(2), 3, axis=1),
     "cut at": lambda bad, x: lax.dynamic_slice_in_dim(x, first(bad)[0], 3),
-    "updated": lambda bad, x: lax.dynamic_update_slice_in_dim(bad, x[: len(bad), :2].astype(bad.dtype), 3, axis=1),
-    "updated by": lambda bad, x: lax.dynamic_update_slice_in_dim(x, bad[:2].astype(x.dtype), 3, axis=0),
+    "updated": lambda bad, x: lax.dynamic_update_slice_in_dim(
+        bad, x[: len(bad), :2].astype(bad.dtype), 3, axis=1
+    ),
+    "updated by": lambda bad, x: lax.dynamic_update_slice_in_dim(
+        x, bad[:2].astype(x.dtype), 3, axis=0
+    ),
     "updated at": lambda bad, x: lax.dynamic_update_slice_in_dim(x, x[:2], first(bad)[0], axis=0),
     "psum": lambda bad, x: lax.psum(bad, "d"),
-    "pmax": lambda bad, x: lax.pmax(bad, ("d", "t")) if bad.dtype == jnp.int32 else lax.pmax(bad, "d"),
+    "pmax": lambda bad, x: (
+        lax.pmax(bad, ("d", "t")) if bad.dtype == jnp.int32 else lax.pmax(bad, "d")
+    ),
     "pmin": lambda bad, x: lax.pmin(bad, ("d", "t")),
     "gather": lambda bad, x: lax.all_gather(bad, "t", axis=1, tiled=True),
     "scatter": lambda bad, x: lax.psum_scatter(bad, "d", scatter_dimension=1, tiled=True),
     "exchange": lambda bad, x: lax.all_to_all(bad, "t", split_axis=1, concat_axis=0, tiled=True),
-    "permutation": lambda bad, x: lax.ppermute(bad, "t", [(i, i) for i in range(lax.axis_size("t"))]),
+    "permutation": lambda bad, x: lax.ppermute(
+        bad, "t", [(i, i) for i in range(lax.axis_size("t"))]
+    ),
     "branch": lambda bad, x: lax.cond(bad[0, 0] > 0, lambda x: x, lambda x: -x, x),
-    "loop": lambda bad, x: lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, 2 * s[1]), (bad[0, 0] * 1.0, x)),
+    "loop": lambda bad, x: lax.while_loop(
+        lambda s: s[0] > 0, lambda s: (s[0] - 1, 2 * s[1]), (bad[0, 0] * 1.0, x)
+    ),
     "scan over": lambda bad, x: lax.scan(lambda c, b: (c, c + b.sum()), jnp.float32(0), bad.T)[1],
     "carried": lambda bad, x: lax.fori_loop(0, 3, lambda _, c: c * 1, bad),
     "one of": lambda bad, x: lax.cond(x[0, 0] > 0, lambda: bad * 1.0, lambda: x[: len(bad)] * 1.0),
-    "random": lambda bad, x: jax.random.normal(jax.random.fold_in(jax.random.key(0), first(bad)[0]), (16,)),
+    "random": lambda bad, x: jax.random.normal(
+        jax.random.fold_in(jax.random.key(0), first(bad)[0]), (16,)
+    ),
     "added": lambda bad, x: x[: len(bad)] + bad,
     "chosen by": lambda bad, x: jnp.where(bad > 1, x[: len(bad)], 0.0),
     "compared": lambda bad, x: (x[: len(bad)] > bad) * 1.0,

@@ -1,4 +1,6 @@
-"""The programs that show whether the check is right: what is right is accepted, what is wrong is refused."""
+"""The programs that show whether the check is right: what is right is accepted, what is wrong is
+refused.
+"""
 
 import inspect
 import linecache
@@ -12,7 +14,9 @@ FILES = {inspect.getsourcefile(program.body) for program in RIGHT + WRITTEN}
 
 
 def is_at_its_line(program: Program, file: str, line: int) -> bool:
-    """At the line that ends in `# here`, in the program or in what it calls; without one, anywhere in the program."""
+    """At the line that ends in `# here`, in the program or in what it calls; without one, anywhere
+    in the program.
+    """
     (path,) = (path for path in FILES if path.endswith(file))
     source, start = inspect.getsourcelines(program.body)
     is_inside = path == inspect.getsourcefile(program.body) and start < line < start + len(source)

@@ -1,7 +1,8 @@
-"""Programs of jax.shard_map drawn by chance, right and wrong, as others write them: plain JAX, with any specs.
+"""Programs of jax.shard_map drawn by chance, right and wrong, as others write them: plain JAX, with
+any specs.
 
-A right one is a chain of steps that keep to the type of a value; each step knows ways to be wrong. Whether a program
-computes on a mesh what it computes on one device is seen by running it on both.
+A right one is a chain of steps that keep to the type of a value; each step knows ways to be wrong.
+Whether a program computes on a mesh what it computes on one device is seen by running it on both.
 """
 
 import dataclasses
@@ -60,9 +61,13 @@ class Draft:
         return tuple(axis for axis in axes if self.mesh[axis] > 1)
 
     def free(self) -> Axes:
-        """Axes that neither shard the value nor are still to be summed over, in an order of chance."""
+        """Axes that neither shard the value nor are still to be summed over, in an order of
+        chance.
+        """
         used = {*itertools.chain(*self.dims), *self.partial}
-        return tuple(self.rng.sample(left := [axis for axis in self.mesh if axis not in used], len(left)))
+        return tuple(
+            self.rng.sample(left := [axis for axis in self.mesh if axis not in used], len(left))
+        )
 
 
 def some(rng: random.Random, axes: Axes) -> Axes:
@@ -116,7 +121,11 @@ def positions(d: Draft) -> tuple:
     def by(start):
         return lambda x: x * jnp.cos(jnp.arange(x.shape[i]) + start(x.shape[i]) + 0.0)
 
-    return "positions", by(lambda n: index(axes) * n), {"of a block": by(lambda n: 0)} if d.live(axes) else {}
+    return (
+        "positions",
+        by(lambda n: index(axes) * n),
+        {"of a block": by(lambda n: 0)} if d.live(axes) else {},
+    )
 
 
 def centered(d: Draft) -> tuple:
@@ -132,7 +141,9 @@ def centered(d: Draft) -> tuple:
 
 
 def elementwise(d: Draft) -> tuple:
-    function = d.rng.choice([jnp.sin, lambda x: jax.nn.relu(x + 1) - 1, lambda x: x, lambda x: jnp.tanh(x) * x])
+    function = d.rng.choice(
+        [jnp.sin, lambda x: jax.nn.relu(x + 1) - 1, lambda x: x, lambda x: jnp.tanh(x) * x]
+    )
     axes = tuple(d.mesh)
     wrong = {
         "times devices": lambda x: function(x) * lax.axis_size(axes),
@@ -165,9 +176,17 @@ def keeping(d: Draft) -> None:
     kept = AROUND.get(around, lambda f: f)
     if d.rng.random() < 0.3:
         kept, around = (lambda kept: lambda f: conditional(d, kept(f)))(kept), f"{around} cond"
-        d.step(f"{name} {around}", conditional(d, function), **{h: conditional(d, f) for h, f in wrong.items()})
+        d.step(
+            f"{name} {around}",
+            conditional(d, function),
+            **{h: conditional(d, f) for h, f in wrong.items()},
+        )
     else:
-        d.step(f"{name} {around}", on_value(kept(function)), **{h: on_value(kept(f)) for h, f in wrong.items()})
+        d.step(
+            f"{name} {around}",
+            on_value(kept(function)),
+            **{h: on_value(kept(f)) for h, f in wrong.items()},
+        )
 
 
 def conditional(d: Draft, f: Callable) -> Callable:
@@ -232,7 +251,11 @@ def reduced(d: Draft, mean: bool = False) -> None:
     if not (axes := d.partial):
         return
     d.partial, other = (), next((axis for axis in d.mesh if axis not in axes), None)
-    fits = [i for i, n in enumerate(d.sizes) if n % math.prod(d.mesh[a] for a in (*d.dims[i], *axes)) == 0]
+    fits = [
+        i
+        for i, n in enumerate(d.sizes)
+        if n % math.prod(d.mesh[a] for a in (*d.dims[i], *axes)) == 0
+    ]
     if fits and not mean and d.rng.random() < 0.4:
         i = d.rng.choice(fits)
         d.dims = [*d.dims[:i], (*d.dims[i], *axes), *d.dims[i + 1 :]]
@@ -257,7 +280,11 @@ def reduced(d: Draft, mean: bool = False) -> None:
         wrong = {}
     if other and d.live((*axes, other)):
         wrong["over another axis"] = lambda x: take(lax.pcast(x, other, to="varying"), other)
-    d.step(take.__name__, on_value(lambda x: take(x, axes)), **{how: on_value(f) for how, f in wrong.items()})
+    d.step(
+        take.__name__,
+        on_value(lambda x: take(x, axes)),
+        **{how: on_value(f) for how, f in wrong.items()},
+    )
 
 
 def gathered(d: Draft) -> None:
@@ -275,7 +302,11 @@ def gathered(d: Draft) -> None:
         "copies": lambda x: jnp.concatenate([x] * lax.axis_size(axis), i),
         "turned": lambda x: jnp.roll(whole(x), x.shape[i], i),
     }
-    d.step("all_gather", on_value(whole), **({how: on_value(f) for how, f in wrong.items()} if n > 1 else {}))
+    d.step(
+        "all_gather",
+        on_value(whole),
+        **({how: on_value(f) for how, f in wrong.items()} if n > 1 else {}),
+    )
 
 
 def sliced(d: Draft) -> None:
@@ -287,7 +318,9 @@ def sliced(d: Draft) -> None:
     d.dims = [*d.dims[:i], axes, *d.dims[i + 1 :]]
     wrong = {
         "the first": lambda x: block(x, i, axes, lambda axes: 0),
-        "in reverse": lambda x: block(x, i, axes, lambda axes: lax.axis_size(axes) - 1 - index(axes)),
+        "in reverse": lambda x: block(
+            x, i, axes, lambda axes: lax.axis_size(axes) - 1 - index(axes)
+        ),
     }
     wrong = {how: on_value(f) for how, f in wrong.items()} if d.live(axes) else {}
     d.step("slice", on_value(lambda x: block(x, i, axes)), **wrong)
@@ -304,12 +337,28 @@ def exchanged(d: Draft) -> None:
     d.step("all_to_all", on_value(lambda x: lax.all_to_all(x, axis[0], j, i, tiled=True)))
 
 
-MOVES = keeping, keeping, rows, rows, transposed, raveled, scaled, dot, dot, summed, gathered, sliced, exchanged
+MOVES = (
+    keeping,
+    keeping,
+    rows,
+    rows,
+    transposed,
+    raveled,
+    scaled,
+    dot,
+    dot,
+    summed,
+    gathered,
+    sliced,
+    exchanged,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What each device computes, with its specs; wrong in the way that `how` says, if it says one."""
+    """What each device computes, with its specs; wrong in the way that `how` says, if it says
+    one.
+    """
 
     name: str
     body: Callable
@@ -331,7 +380,9 @@ class Program:
 
     def abstract(self, sizes: dict[str, int] | None = None) -> AbstractMesh:
         sizes = sizes or self.mesh
-        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+        return AbstractMesh(
+            tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+        )
 
     def traces(self) -> bool:
         """False if JAX itself refuses it."""
@@ -345,7 +396,11 @@ class Program:
     def results(self, transform: Callable, is_one: bool) -> list[np.ndarray]:
         """What the program computes, on its mesh or on one device."""
         sizes = dict.fromkeys(self.mesh, 1) if is_one else self.mesh
-        with jax.set_mesh(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))):
+        with jax.set_mesh(
+            jax.make_mesh(
+                tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+            )
+        ):
             return list(map(np.asarray, jax.tree.leaves(jax.jit(transform(self))(*self.args))))
 
     def differs(self, transform: Callable) -> bool:
@@ -353,7 +408,9 @@ class Program:
         ours, theirs = (self.results(transform, is_one) for is_one in (False, True))
 
         def close(a, b):
-            return a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-4 * max(1, np.abs(b).max()))
+            return a.shape == b.shape and np.allclose(
+                a, b, rtol=1e-4, atol=1e-4 * max(1, np.abs(b).max())
+            )
 
         return len(ours) != len(theirs) or not all(map(close, ours, theirs))
 
@@ -372,12 +429,23 @@ def draw(seed: int) -> list[Program]:
     for _ in range(rng.randint(1, 4)):
         rng.choice(MOVES)(d)
     steps, outs = list(d.steps), P(*(axes or None for axes in d.dims))
-    forms = [_program(d, seed, steps, outs, vma) for vma in ((True, False) if rng.random() < 0.7 else (False,))]
+    forms = [
+        _program(d, seed, steps, outs, vma)
+        for vma in ((True, False) if rng.random() < 0.7 else (False,))
+    ]
     right = next(p for p in forms if p.traces())
-    wrong = [(how, [*steps[:k], (how, other), *steps[k + 1 :]], outs) for k in d.wrong for how, other in d.wrong[k]]
+    wrong = [
+        (how, [*steps[:k], (how, other), *steps[k + 1 :]], outs)
+        for k in d.wrong
+        for how, other in d.wrong[k]
+    ]
     wrong += [(f"declared {spec}", steps, spec) for spec in _other_specs(d)]
     rng.shuffle(wrong)
-    found = (_program(d, seed, steps, spec, vma, how) for how, steps, spec in wrong for vma in (True, False))
+    found = (
+        _program(d, seed, steps, spec, vma, how)
+        for how, steps, spec in wrong
+        for vma in (True, False)
+    )
     return [right, *itertools.islice((p for p in found if p.traces()), 1)]
 
 

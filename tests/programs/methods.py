@@ -1,4 +1,6 @@
-"""Right per-device programs of methods that papers describe. Each is to compute what it computes on one device.
+"""Right per-device programs of methods that papers describe.
+
+Each is to compute what it computes on one device.
 
 Some hold values on the way that are no blocks of a whole value.
 """
@@ -43,7 +45,12 @@ def top_2_experts_with_a_capacity_per_sequence(
     gates, chosen = lax.top_k(jax.nn.softmax(x @ router), 2)
     hot = jax.nn.one_hot(chosen, router.shape[1])  # b l 2 e
     first, second = jnp.moveaxis(hot, 2, 0)
-    slots = jnp.stack([jnp.cumsum(first, 1), jnp.cumsum(second, 1) + first.sum(1, keepdims=True)], axis=2) - 1
+    slots = (
+        jnp.stack(
+            [jnp.cumsum(first, 1), jnp.cumsum(second, 1) + first.sum(1, keepdims=True)], axis=2
+        )
+        - 1
+    )
     placed = hot[..., None] * jax.nn.one_hot(jnp.where(slots < 6, slots, -1).astype(int), 6)
     sent = jnp.einsum("blkec,blm->becm", placed, x)
     received = lax.all_to_all(sent, "expert", split_axis=1, concat_axis=0, tiled=True)
@@ -53,14 +60,18 @@ def top_2_experts_with_a_capacity_per_sequence(
 
 
 @right
-def balance_by_a_bias_from_global_loads(x: f32["T/d M"], router: f32["M E"], bias: f32["E"]) -> f32["E"]:
+def balance_by_a_bias_from_global_loads(
+    x: f32["T/d M"], router: f32["M E"], bias: f32["E"]
+) -> f32["E"]:
     chosen = lax.top_k(jax.nn.sigmoid(x @ router) + bias, 2)[1]
     load = lax.psum(jnp.zeros(bias.shape).at[chosen.reshape(-1)].add(1.0), "d")
     return bias + 1e-3 * jnp.sign(load.mean() - load)
 
 
 @right
-def tokens_sorted_by_expert_and_back(x: f32["T/d M"], router: f32["M E"], scale: f32["E"]) -> f32["T/d M"]:
+def tokens_sorted_by_expert_and_back(
+    x: f32["T/d M"], router: f32["M E"], scale: f32["E"]
+) -> f32["T/d M"]:
     chosen = jnp.argmax(x @ router, axis=-1)
     order = jnp.argsort(chosen)
     y = jnp.tanh(x[order]) * scale[chosen[order]][:, None]
@@ -81,15 +92,24 @@ def rotated(x, where, base=100.0):
     """Rotary embedding of the last dim at positions `where`, those of the dim before it."""
     angles = where[:, None] * base ** -jnp.linspace(0, 1, x.shape[-1] // 2)
     a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), a * jnp.sin(angles) + b * jnp.cos(angles)], -1)
+    return jnp.concatenate(
+        [a * jnp.cos(angles) - b * jnp.sin(angles), a * jnp.sin(angles) + b * jnp.cos(angles)], -1
+    )
 
 
 @right
 def latent_attention(
-    x: f32["B/d L M"], down: f32["M 8"], rope: f32["M D"], up: f32["8 2 K/t D"], q: f32["M K/t 8"], o: f32["K/t D M"]
+    x: f32["B/d L M"],
+    down: f32["M 8"],
+    rope: f32["M D"],
+    up: f32["8 2 K/t D"],
+    q: f32["M K/t 8"],
+    o: f32["K/t D M"],
 ) -> f32["B/d L M"]:
     latent = x @ down
-    k, v = jnp.einsum("blc,cjkd->jbkld", latent * lax.rsqrt(jnp.mean(latent**2, -1, keepdims=True) + 1e-6), up)
+    k, v = jnp.einsum(
+        "blc,cjkd->jbkld", latent * lax.rsqrt(jnp.mean(latent**2, -1, keepdims=True) + 1e-6), up
+    )
     shared = rotated(x @ rope, jnp.arange(x.shape[1]))[:, None]
     k = jnp.concatenate([k, jnp.broadcast_to(shared, k.shape)], axis=-1)
     q = jnp.einsum("blm,mkd->bkld", x, q)
@@ -108,7 +128,9 @@ def sliding_window_with_biases_of_global_heads(
 
 
 @right
-def positions_restarted_at_each_document(starts: bool_["B/d L"], x: f32["B/d L D"]) -> f32["B/d L D"]:
+def positions_restarted_at_each_document(
+    starts: bool_["B/d L"], x: f32["B/d L D"]
+) -> f32["B/d L D"]:
     where = jnp.arange(x.shape[1])
     begin = lax.cummax(jnp.where(starts, where, 0), axis=1)
     return jax.vmap(rotated)(x, where - begin)
@@ -141,7 +163,9 @@ def delta_rule(
 
 
 @right
-def long_convolution_by_fourier_transforms(x: f32["B/d L F/t"], taps: f32["L F/t"]) -> f32["B/d L F/t"]:
+def long_convolution_by_fourier_transforms(
+    x: f32["B/d L F/t"], taps: f32["L F/t"]
+) -> f32["B/d L F/t"]:
     n = 2 * x.shape[1]
     spectrum = jnp.fft.rfft(x, n=n, axis=1) * jnp.fft.rfft(taps, n=n, axis=0)
     return jnp.fft.irfft(spectrum, n=n, axis=1)[:, : x.shape[1]]
@@ -149,7 +173,9 @@ def long_convolution_by_fourier_transforms(x: f32["B/d L F/t"], taps: f32["L F/t
 
 # The rows next to the block come from the neighbours, and zeros beyond the image.
 @right
-def convolution_of_an_image_with_halos(x: f32["B/d C H/t W"], kernel: f32["R C 3 3"]) -> f32["B/d R H/t W"]:
+def convolution_of_an_image_with_halos(
+    x: f32["B/d C H/t W"], kernel: f32["R C 3 3"]
+) -> f32["B/d R H/t W"]:
     n = lax.axis_size("t")
     above = lax.ppermute(x[:, :, -1:], "t", [(i, i + 1) for i in range(n - 1)])
     below = lax.ppermute(x[:, :, :1], "t", [(i + 1, i) for i in range(n - 1)])
@@ -166,7 +192,9 @@ def sampled_softmax(x: f32["B/d M"], table: f32["V/t M"], ids: i32["B/d"], k: ke
     def rows(ids):
         local = ids - offset("t", table.shape[0])
         found = (local >= 0) & (local < table.shape[0])
-        return lax.psum(jnp.where(found[:, None], jnp.take(table, local, axis=0, mode="clip"), 0.0), "t")
+        return lax.psum(
+            jnp.where(found[:, None], jnp.take(table, local, axis=0, mode="clip"), 0.0), "t"
+        )
 
     sampled = jax.random.randint(k, (5,), 0, 16)
     negatives = jnp.where(sampled == ids[:, None], -1e9, x @ rows(sampled).T)
@@ -175,14 +203,21 @@ def sampled_softmax(x: f32["B/d M"], table: f32["V/t M"], ids: i32["B/d"], k: ke
 
 
 @right
-def distillation_of_the_best_logits(x: f32["B/d V/t"], teacher: f32["B/d 3"], ids: i32["B/d 3"]) -> f32[""]:
-    logp = jnp.stack([picked(x, ids[:, i], "t") for i in range(3)], axis=1) - logsumexp(x, "t")[:, None]
+def distillation_of_the_best_logits(
+    x: f32["B/d V/t"], teacher: f32["B/d 3"], ids: i32["B/d 3"]
+) -> f32[""]:
+    logp = (
+        jnp.stack([picked(x, ids[:, i], "t") for i in range(3)], axis=1)
+        - logsumexp(x, "t")[:, None]
+    )
     p = jax.nn.softmax(teacher)
     return lax.pmean(jnp.mean(jnp.sum(p * (jnp.log(p) - logp), axis=1)), "d")
 
 
 @right
-def nearest_code_of_a_sharded_codebook(x: f32["B/d D"], codes: f32["V/t D"]) -> (i32["B/d"], f32["B/d D"]):
+def nearest_code_of_a_sharded_codebook(
+    x: f32["B/d D"], codes: f32["V/t D"]
+) -> (i32["B/d"], f32["B/d D"]):
     distance = jnp.sum((x[:, None] - codes) ** 2, axis=-1)
     best = jnp.min(distance, axis=1)
     at = offset("t", codes.shape[0]) + jnp.argmin(distance, axis=1).astype(jnp.int32)
@@ -203,7 +238,9 @@ def kronecker_factors_solved_for_sharded_columns(g: f32["M F/t"], x: f32["B/d M"
 
 
 @right
-def low_rank_compression_of_a_gradient(g: f32["M/d F/t"], q: f32["F/t 2"]) -> (f32["M/d F/t"], f32["F/t 2"]):
+def low_rank_compression_of_a_gradient(
+    g: f32["M/d F/t"], q: f32["F/t 2"]
+) -> (f32["M/d F/t"], f32["F/t 2"]):
     p = lax.psum(g @ q, "t")
     p = own(jnp.linalg.qr(whole(p, "d"))[0], "d", g.shape[0])
     q = lax.psum(g.T @ p, "d")
@@ -215,16 +252,24 @@ def error(w, x):
 
 
 @right
-def gradient_through_rows_mapped_one_by_one(w: f32["M F/t"], x: f32["B/d L M"]) -> (f32["M F/t"], f32["B/d L M"]):
+def gradient_through_rows_mapped_one_by_one(
+    w: f32["M F/t"], x: f32["B/d L M"]
+) -> (f32["M F/t"], f32["B/d L M"]):
     def loss(w, x):
-        w, x = lax.pcast(w, "d", to="varying"), lax.pcast(x, "t", to="varying")  # once, not for each row
-        return lax.psum(jnp.sum(lax.map(jax.checkpoint(lambda x: jnp.max(jnp.tanh(x @ w), axis=0)), x)), ("d", "t"))
+        # once, not for each row
+        w, x = lax.pcast(w, "d", to="varying"), lax.pcast(x, "t", to="varying")
+        return lax.psum(
+            jnp.sum(lax.map(jax.checkpoint(lambda x: jnp.max(jnp.tanh(x @ w), axis=0)), x)),
+            ("d", "t"),
+        )
 
     return jax.grad(loss, (0, 1))(w, x)
 
 
 @right
-def sum_over_devices_before_the_sum_along_their_blocks(x: f32["B/d M"], y: f32["B/d M"]) -> f32["M"]:
+def sum_over_devices_before_the_sum_along_their_blocks(
+    x: f32["B/d M"], y: f32["B/d M"]
+) -> f32["M"]:
     return jnp.sum(lax.psum(x, "d") - lax.psum(y, "d"), axis=0) + lax.psum(x, "d").sum(axis=0)
 
 
@@ -272,7 +317,9 @@ def implicit_gradient_of_an_equilibrium(w: f32["M M"], x: f32["B/d M"]) -> (f32[
 
 @right
 def switch_by_a_schedule(w: f32["M/d F/t"], g: f32["M/d F/t"], step: i32[""]) -> f32["M/d F/t"]:
-    rate = lax.switch(step % 3, [lambda: 0.1, lambda: 0.01 * lax.psum(jnp.sum(g * g), ("d", "t")), lambda: 0.0])
+    rate = lax.switch(
+        step % 3, [lambda: 0.1, lambda: 0.01 * lax.psum(jnp.sum(g * g), ("d", "t")), lambda: 0.0]
+    )
     return w - rate * g
 
 
@@ -289,8 +336,14 @@ def loss_scale_lowered_by_any_overflow(
 def nucleus_of_gathered_logits(x: f32["B/d V/t"], keys: key["B/d"]) -> i32["B/d"]:
     x = same(x, "t", 1)
     ordered = jnp.sort(jax.nn.softmax(x), axis=-1)[:, ::-1]
-    least = jnp.min(jnp.where(jnp.cumsum(ordered, axis=-1) - ordered < 0.8, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jax.vmap(jax.random.categorical)(keys, jnp.where(jax.nn.softmax(x) >= least, x, -jnp.inf))
+    least = jnp.min(
+        jnp.where(jnp.cumsum(ordered, axis=-1) - ordered < 0.8, ordered, jnp.inf),
+        axis=-1,
+        keepdims=True,
+    )
+    return jax.vmap(jax.random.categorical)(
+        keys, jnp.where(jax.nn.softmax(x) >= least, x, -jnp.inf)
+    )
 
 
 @right
@@ -311,7 +364,9 @@ def complex_rotations(x: f32["B/d L D"], q: f32["D 2"]) -> f32["B/d L D 2"]:
 
 @right
 @typed
-def causal_attention_by_typed_ops(x: f32["B/d L/t M"], w: f32["3 M/d K/t D"], o: f32["K/t D M/d"]) -> f32["B/d L/t M"]:
+def causal_attention_by_typed_ops(
+    x: f32["B/d L/t M"], w: f32["3 M/d K/t D"], o: f32["K/t D M/d"]
+) -> f32["B/d L/t M"]:
     w = shardops.all_gather("3 M/d K/t D -> 3 M K/t D", w)
     q, k, v = jnp.moveaxis(
         shardops.einsum_unreduced(

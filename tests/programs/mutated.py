@@ -1,7 +1,8 @@
-"""Wrong programs that differ in one place from a right one: a collective, an axis, an offset, a mask, or a type.
+"""Wrong programs that differ in one place from a right one: a collective, an axis, an offset, a
+mask, or a type.
 
-Which of them compute something else on several devices than on one is known by running them: MUTANTS has their names.
-To write it anew, with eight devices, without which nothing runs:
+Which of them compute something else on several devices than on one is known by running them:
+MUTANTS has their names. To write it anew, with eight devices, without which nothing runs:
 `XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.programs.mutated`.
 """
 
@@ -26,7 +27,9 @@ COMPARISONS = {ast.GtE: ">", ast.Lt: "<="}
 
 
 def changed_call(text, node: ast.Call) -> Iterator[tuple[str, str]]:
-    """(what is wrong, the call after it) for a call of a collective, or of what a device knows of itself."""
+    """(what is wrong, the call after it) for a call of a collective, or of what a device knows of
+    itself.
+    """
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
     arguments = [text(argument) for argument in node.args]
     rest = "".join(f", {argument}" for argument in arguments[1:])
@@ -40,7 +43,11 @@ def changed_call(text, node: ast.Call) -> Iterator[tuple[str, str]]:
     if name in OF_THE_DEVICE:
         yield f"without {name}", OF_THE_DEVICE[name].format(arguments[-1])
     for keyword in node.keywords:
-        if isinstance(keyword.value, ast.Constant) and keyword.arg in ("axis", "split_axis", "concat_axis"):
+        if isinstance(keyword.value, ast.Constant) and keyword.arg in (
+            "axis",
+            "split_axis",
+            "concat_axis",
+        ):
             other = text(node).replace(
                 f"{keyword.arg}={keyword.value.value}", f"{keyword.arg}={1 - keyword.value.value}"
             )
@@ -50,7 +57,9 @@ def changed_call(text, node: ast.Call) -> Iterator[tuple[str, str]]:
 def ordered(dim: str) -> str:
     """The dim with its axes as types have them."""
     name, *axes = dim.split("/")
-    return "/".join([name, *sorted(axes, key=lambda axis: (axis not in AXES, AXES.find(axis), axis))])
+    return "/".join(
+        [name, *sorted(axes, key=lambda axis: (axis not in AXES, AXES.find(axis), axis))]
+    )
 
 
 def changed_type(spec: str, axes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -69,7 +78,9 @@ def changed_type(spec: str, axes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
                     yield f"{axis} along {other.split('/')[0]}", " ".join(moved)
 
 
-def changes(source: Source, function: ast.FunctionDef, axes: tuple[str, ...]) -> Iterator[tuple[str, ast.expr, str]]:
+def changes(
+    source: Source, function: ast.FunctionDef, axes: tuple[str, ...]
+) -> Iterator[tuple[str, ast.expr, str]]:
     """(what is wrong, a node, the text in its place)."""
     signature = {id(node) for node in ast.walk(function.args)}
     for node in ast.walk(ast.Module([function.args, *function.body], [])):
@@ -77,18 +88,33 @@ def changes(source: Source, function: ast.FunctionDef, axes: tuple[str, ...]) ->
         if text and id(node) in signature:
             yield from ((what, node, f'"{spec}"') for what, spec in changed_type(node.value, axes))
         elif text and node.value in axes:
-            yield from ((f"{axis} for {node.value}", node, f'"{axis}"') for axis in axes if axis != node.value)
+            yield from (
+                (f"{axis} for {node.value}", node, f'"{axis}"')
+                for axis in axes
+                if axis != node.value
+            )
         elif isinstance(node, ast.Call):
             yield from ((what, node, f"({after})") for what, after in changed_call(source.of, node))
         elif isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
             sign = COMPARISONS[type(node.ops[0])]
-            yield f"{sign} in a mask", node, f"{source.of(node.left)} {sign} {source.of(node.comparators[0])}"
+            yield (
+                f"{sign} in a mask",
+                node,
+                f"{source.of(node.left)} {sign} {source.of(node.comparators[0])}",
+            )
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
-            yield "either end of a mask", node, f"({source.of(node.left)} | {source.of(node.right)})"
+            yield (
+                "either end of a mask",
+                node,
+                f"({source.of(node.left)} | {source.of(node.right)})",
+            )
 
 
 def mutants_of(program: Program, wanted: set[str] | None = None) -> Iterator[Program]:
-    """The program with each single change, or with those of the names `wanted`. Its place in the file stays."""
+    """The program with each single change, or with those of the names `wanted`.
+
+    Its place in the file stays.
+    """
     lines, start = inspect.getsourcelines(program.body)
     source = Source("\n" * (start - 1) + "".join(lines))
     for i, (what, node, after) in enumerate(changes(source, source.tree.body[0], program.axes)):
@@ -102,7 +128,9 @@ def mutants_of(program: Program, wanted: set[str] | None = None) -> Iterator[Pro
         body = names[tree.body[0].name]
         ins = inspect.get_annotations(body)
         outs = ins.pop("return")
-        yield dataclasses.replace(program, name=name, body=body, ins=ins, outs=outs, whole=one_device, vma=False)
+        yield dataclasses.replace(
+            program, name=name, body=body, ins=ins, outs=outs, whole=one_device, vma=False
+        )
 
 
 def all_mutants(wanted: set[str] | None = None) -> list[Program]:

@@ -1,12 +1,15 @@
-"""Checks the shard_map parts of public JAX libraries, and compares their numbers on several devices and on one.
+"""Checks the shard_map parts of public JAX libraries, and compares their numbers on several devices
+and on one.
 
-`python -m tests.programs.other_trainers` prints a table, which docs/other-trainers.md sums up. Each function is taken
-as it is installed. Packages that are missing are named, and their rows left out. Install them beside shardwright,
-without CUDA or torch:
+`python -m tests.programs.other_trainers` prints a table, which docs/other-trainers.md sums up. Each
+function is taken as it is installed. Packages that are missing are named, and their rows left out.
+Install them beside shardwright, without CUDA or torch:
 
     pip install ringattention==0.1.2 ejkernel==0.0.80.3 flax==0.12.8 optax==0.2.8
-    pip install --no-deps --ignore-requires-python maxtext==0.2.5 aqtp qwix simplejson pathwaysutils fastapi \\
-        starlette uvicorn marin-levanter==0.2.227.dev40316220070 marin-haliax==0.2.227.dev40316220070 equinox
+    pip install --no-deps --ignore-requires-python maxtext==0.2.5 aqtp qwix simplejson pathwaysutils
+    fastapi \\
+        starlette uvicorn marin-levanter==0.2.227.dev40316220070
+        marin-haliax==0.2.227.dev40316220070 equinox
 """
 
 import contextlib
@@ -24,7 +27,9 @@ from typing import Any
 
 if __name__ == "__main__":  # before jax starts
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    )
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +63,8 @@ class Case:
         package: the distribution that has it.
         function: its name, and how it is called.
         is_equal: True if several devices compute what one device computes.
-        make: imports the package, and returns the body of shard_map; without in_specs, a function that maps.
+        make: imports the package, and returns the body of shard_map; without in_specs, a function
+            that maps.
         args: shapes of float32 arrays, or arrays.
         reason: why it is not equal.
         takes: for a function that maps, the specs of its arguments.
@@ -95,8 +101,14 @@ def module(name: str) -> Any:
 
 
 def ring_attention_module() -> Any:
-    """The JAX form of ringattention: its __init__ needs jax.lib.xla_bridge, which newer versions of JAX lack."""
-    (path,) = (f for f in importlib.metadata.files("ringattention") or () if f.name == "ringattention_jax.py")
+    """The JAX form of ringattention: its __init__ needs jax.lib.xla_bridge, which newer versions of
+    JAX lack.
+    """
+    (path,) = (
+        f
+        for f in importlib.metadata.files("ringattention") or ()
+        if f.name == "ringattention_jax.py"
+    )
     spec: Any = importlib.util.spec_from_file_location("ringattention_jax", str(path.locate()))
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
@@ -113,7 +125,9 @@ def integers(below: int, *shape: int) -> np.ndarray:
 
 
 def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What `function` returns, and the gradients of its arguments; its last argument is the result's cotangent."""
+    """What `function` returns, and the gradients of its arguments; its last argument is the
+    result's cotangent.
+    """
 
     def body(*args: Any) -> Any:
         result, backward = jax.vjp(function, *args[:-1])
@@ -122,7 +136,7 @@ def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     return body
 
 
-# ---- the functions ----------------------------------------------------------------------------------------------
+# ---- the functions -------------------------------------------------------------------------------
 
 QKV = ((2, 16, 2, 4),) * 3
 
@@ -146,8 +160,15 @@ def cross_entropy(x: jax.Array, targets: jax.Array | None, **options: Any) -> ja
 
 
 def linear_cross_entropy(h: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
-    linear = module("ejkernel.kernels._xla.fused_cross_entropy._xla_impl_linear").fused_linear_cross_entropy
-    options = {"token_chunk_size": 4, "compute_dtype": jnp.float32, "vocab_parallel_axis": "t", "reduction": "sum"}
+    linear = module(
+        "ejkernel.kernels._xla.fused_cross_entropy._xla_impl_linear"
+    ).fused_linear_cross_entropy
+    options = {
+        "token_chunk_size": 4,
+        "compute_dtype": jnp.float32,
+        "vocab_parallel_axis": "t",
+        "reduction": "sum",
+    }
     return linear(h, targets, weights, lm_head_weight=w, **options)
 
 
@@ -161,7 +182,9 @@ def norm(name: str, **options: Any) -> Callable[..., Any]:
     if name != "BatchNorm":
         return lambda x: layer.apply({}, x)
     state = {"batch_stats": {"mean": jnp.zeros(6), "var": jnp.ones(6)}}
-    return gradients(lambda scale, x: layer.apply({"params": scale} | state, x, mutable=["batch_stats"])[0])
+    return gradients(
+        lambda scale, x: layer.apply({"params": scale} | state, x, mutable=["batch_stats"])[0]
+    )
 
 
 def update(name: str, **options: Any) -> Callable[..., Any]:
@@ -189,13 +212,17 @@ def ulysses() -> Callable[..., Any]:
 
 def delta_net() -> Callable[..., Any]:
     of = module("maxtext.kernels.attention.gdn_cp")
-    return lambda w, u, k, g, h: of.incoming_state(*of.compose_local(0.1 * w, u, 0.1 * k, g), h, "t")[1]
+    return lambda w, u, k, g, h: of.incoming_state(
+        *of.compose_local(0.1 * w, u, 0.1 * k, g), h, "t"
+    )[1]
 
 
 def stage_shift() -> Callable[..., Any]:
     of = module("maxtext.layers.pipeline").NNXPipeline
     config = types.SimpleNamespace(
-        num_pipeline_repeats=1, pipeline_delay_activation_forwarding=False, num_pipeline_microbatches=8
+        num_pipeline_repeats=1,
+        pipeline_delay_activation_forwarding=False,
+        num_pipeline_microbatches=8,
     )
 
     def shift(out: jax.Array, io: jax.Array) -> jax.Array:
@@ -204,21 +231,38 @@ def stage_shift() -> Callable[..., Any]:
             use_circ_storage=False, microbatches_per_stage=2,
         )  # fmt: skip
         names = ("circ_storage", "circ_storage_mover", "prev_outputs", "shift")
-        return of.get_new_loop_state(here, out, dict.fromkeys(names) | {"state_io": io, "loop_iteration": 0})["shift"]
+        return of.get_new_loop_state(
+            here, out, dict.fromkeys(names) | {"state_io": io, "loop_iteration": 0}
+        )["shift"]
 
     return shift
 
 
 EXPERTS, TOKENS = 8, 32
-CHOSEN = np.argsort(np.random.default_rng(0).random((TOKENS, EXPERTS)), axis=1)[:, :2].astype(np.int32)
-OF_EXPERTS = ((TOKENS, 6), CHOSEN, (TOKENS, 2), np.ones(TOKENS, bool), (EXPERTS, 6, 8), (EXPERTS, 4, 6))
+CHOSEN = np.argsort(np.random.default_rng(0).random((TOKENS, EXPERTS)), axis=1)[:, :2].astype(
+    np.int32
+)
+OF_EXPERTS = (
+    (TOKENS, 6),
+    CHOSEN,
+    (TOKENS, 2),
+    np.ones(TOKENS, bool),
+    (EXPERTS, 6, 8),
+    (EXPERTS, 4, 6),
+)
 
 
 def experts(way: str, capacity: float) -> Callable[..., Any]:
-    options: dict[str, Any] = {"num_experts": EXPERTS, "token_sharding_axes": ("expert",), "capacity_factor": capacity}
+    options: dict[str, Any] = {
+        "num_experts": EXPERTS,
+        "token_sharding_axes": ("expert",),
+        "capacity_factor": capacity,
+    }
     if way == "ring":
         of = module("levanter.grug._moe.ep_ring")
-        run = functools.partial(of._moe_mlp_ep_ring_local, make_dispatch_combine=of._scatter_add_dispatch_combine)
+        run = functools.partial(
+            of._moe_mlp_ep_ring_local, make_dispatch_combine=of._scatter_add_dispatch_combine
+        )
     else:
         run = module("levanter.grug._moe.ep_fixed_all_to_all")._moe_mlp_ep_fixed_a2a_local
     return lambda *args: run(*args, activation_fn=jax.nn.silu, **options)[0]
@@ -227,11 +271,15 @@ def experts(way: str, capacity: float) -> Callable[..., Any]:
 def of_batch_shards() -> Callable[..., Any]:
     estimate = module("levanter.grug.grug_moe").estimate_qb_beta_topk
     options: dict[str, Any] = {"batch_axes": ("t",), "num_experts_per_token": 2, "num_experts": 4}
-    return lambda scores, valid: estimate(scores, valid, jax.sharding.get_abstract_mesh(), **options)
+    return lambda scores, valid: estimate(
+        scores, valid, jax.sharding.get_abstract_mesh(), **options
+    )
 
 
 def short_conv() -> Callable[..., Any]:
-    return functools.partial(module("levanter.kernels.triton.short_conv.api").short_conv, batch_axes=())
+    return functools.partial(
+        module("levanter.kernels.triton.short_conv.api").short_conv, batch_axes=()
+    )
 
 
 def moe(function: str, way: str, capacity: float, is_equal: bool) -> Case:
@@ -246,8 +294,18 @@ ONES = np.ones(8, np.float32)
 LOGITS, TARGETS = (8, 16), integers(16, 8)
 SOFT_TARGETS = np.random.default_rng(1).dirichlet(np.ones(16), 8).astype(np.float32)
 PADDED = np.where(np.arange(16) < 12, numbers(8, 16), np.float32(-np.inf))
-MATMULS = "all_gather_matmul", ((8, 12), (12, 16), (8, 16)), (ROWS, COLUMNS, COLUMNS), (COLUMNS, ROWS, COLUMNS)
-SCATTERS = "reduce_scatter_matmul", ((8, 12), (16, 12), (8, 16)), (COLUMNS, COLUMNS, ROWS), (ROWS, COLUMNS, COLUMNS)
+MATMULS = (
+    "all_gather_matmul",
+    ((8, 12), (12, 16), (8, 16)),
+    (ROWS, COLUMNS, COLUMNS),
+    (COLUMNS, ROWS, COLUMNS),
+)
+SCATTERS = (
+    "reduce_scatter_matmul",
+    ((8, 12), (16, 12), (8, 16)),
+    (COLUMNS, COLUMNS, ROWS),
+    (ROWS, COLUMNS, COLUMNS),
+)
 CASES = [
     Case("ringattention", "ring_attention, causal, with gradients", True,
          lambda: gradients(of_liu()), (*QKV, QKV[0]), COLUMNS, COLUMNS),
@@ -329,7 +387,7 @@ CASES = [
 ]  # fmt: skip
 
 
-# ---- what is said of them ---------------------------------------------------------------------------------------
+# ---- what is said of them ------------------------------------------------------------------------
 
 
 def arguments(case: Case) -> list[Any]:
@@ -358,20 +416,33 @@ def verdict(case: Case) -> tuple[str, str]:
         with contextlib.redirect_stdout(io.StringIO()):
             check(case.make(), *args, mesh=mesh, **(specs if case.in_specs is not None else {}))
     except ShardError as error:
-        return WRONG if str(error).rpartition("\n")[2].startswith(WRONG) else NOT_DECIDED, str(error)
+        return WRONG if str(error).rpartition("\n")[2].startswith(WRONG) else NOT_DECIDED, str(
+            error
+        )
     return ACCEPTED, ""
 
 
 def difference(case: Case) -> float:
-    """Largest difference between the results of several devices and of one, relative to the largest entry."""
+    """Largest difference between the results of several devices and of one, relative to the largest
+    entry.
+    """
     found = []
     for is_one in (False, True):
-        names, sizes = [axis for axis, _ in case.axes], [1 if is_one else size for _, size in case.axes]
+        names, sizes = (
+            [axis for axis, _ in case.axes],
+            [1 if is_one else size for _, size in case.axes],
+        )
         devices = jax.devices()[: math.prod(sizes)]
-        mesh = jax.make_mesh(sizes, names, axis_types=(kind_of(case),) * len(names), devices=devices)
+        mesh = jax.make_mesh(
+            sizes, names, axis_types=(kind_of(case),) * len(names), devices=devices
+        )
         args, run = arguments(case), case.make()
         if case.in_specs is not None:
-            specs = {"in_specs": case.in_specs, "out_specs": case.out_specs, "check_vma": case.check_vma}
+            specs = {
+                "in_specs": case.in_specs,
+                "out_specs": case.out_specs,
+                "check_vma": case.check_vma,
+            }
             run = jax.shard_map(run, mesh=mesh, **specs)
         takes = [NamedSharding(mesh, spec) for spec in case.takes]
         args = [jax.device_put(x, s) for x, s in zip(args, takes, strict=True)] if takes else args
@@ -385,7 +456,13 @@ def difference(case: Case) -> float:
 
 
 def number_text(found: float) -> str:
-    return "equal" if found <= TOLERANCE else f"differs by {100 * found:.0f} %" if math.isfinite(found) else "NaN"
+    return (
+        "equal"
+        if found <= TOLERANCE
+        else f"differs by {100 * found:.0f} %"
+        if math.isfinite(found)
+        else "NaN"
+    )
 
 
 def row(case: Case, said: str, compared: str) -> str:
@@ -405,7 +482,10 @@ def main() -> None:
     for package, expected in VERSIONS.items():
         found = version(package)
         if found != expected:
-            print(f"{package}: {f'version {found}' if found else 'not installed'}; the page is about {expected}")
+            print(
+                f"{package}: {f'version {found}' if found else 'not installed'}; the page is about "
+                f"{expected}"
+            )
     for line in rows():
         print(line, flush=True)
 

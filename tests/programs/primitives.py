@@ -60,7 +60,9 @@ def derivative_of_the_incomplete_gamma_function(x: f32["B/d"]) -> f32["B/d"]:
 
 @right
 def keys_of_rows(x: i32["B/d 2"]) -> f32["B/d"]:
-    return jax.vmap(jax.random.normal)(jax.random.clone(jax.random.wrap_key_data(x.astype(jnp.uint32))))
+    return jax.vmap(jax.random.normal)(
+        jax.random.clone(jax.random.wrap_key_data(x.astype(jnp.uint32)))
+    )
 
 
 @right
@@ -70,7 +72,9 @@ def columns_subtracted_from(x: f32["B/d L"], y: f32["B/d 2"]) -> f32["B/d L"]:
 
 @wrong("scatter: a part is written along dim 0, which is sharded over d", vma=False)
 def window_of_all_rows_of_a_block(x: f32["B/d C"]) -> f32["B/d C"]:
-    return lax.scatter(x, jnp.array([0]), jnp.full((4, 1), 5.0), lax.ScatterDimensionNumbers((0, 1), (), (1,)))
+    return lax.scatter(
+        x, jnp.array([0]), jnp.full((4, 1), 5.0), lax.ScatterDimensionNumbers((0, 1), (), (1,))
+    )
 
 
 def filled(x, value):
@@ -85,4 +89,5 @@ def fives_filled_into_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["
 @wrong("matmul: matmul of a partial sum over d")
 def sums_of_8_bits_in_a_matmul_of_32(x: i32["B/d L"], w: i32["L M"]) -> i32["1 M"]:
     total = jnp.sum(x.astype(jnp.int8) * jnp.int8(9), axis=0, dtype=jnp.int8)[None]
-    return lax.psum(lax.dot(total, w.astype(jnp.int8), preferred_element_type=jnp.int32), "d")  # here
+    # here
+    return lax.psum(lax.dot(total, w.astype(jnp.int8), preferred_element_type=jnp.int32), "d")

@@ -17,7 +17,19 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from shardlib.array_types import ArrayType
 from shardlib.shardtypes import bool_, dtype_name, f32, i32
 
-SIZES = {"B": 8, "L": 16, "S": 16, "M": 16, "N": 16, "F": 32, "K": 8, "D": 4, "V": 16, "E": 8, "T": 16}
+SIZES = {
+    "B": 8,
+    "L": 16,
+    "S": 16,
+    "M": 16,
+    "N": 16,
+    "F": 32,
+    "K": 8,
+    "D": 4,
+    "V": 16,
+    "E": 8,
+    "T": 16,
+}
 SIZES |= {"H": 8, "W": 8, "C": 4, "R": 8, "layers": 2, "stages": 8}
 """Size of each dim. Each but C, D and layers divides by eight devices."""
 DTYPES = {"f32": f32, "i32": i32, "bool_": bool_, "key": dtype_name("key")}
@@ -34,15 +46,15 @@ class Program:
     Attributes:
         name: what a researcher would call it.
         body: the function that `jax.shard_map` runs on each device.
-        whole: the function on whole arrays; `one_device`: what the program computes on a mesh with one device along
-            each axis.
+        whole: the function on whole arrays; `one_device`: what the program computes on a mesh with
+            one device along each axis.
         ins: the type of each argument, in dicts, lists and tuples as the argument.
         outs: the type of the result, in dicts, lists and tuples as the result.
         axes: axes of the mesh, major to minor.
         problem: what is wrong; "" of a right program.
         vma: the value of check_vma: False for a program that JAX refuses otherwise.
-        hangs: whether devices wait for each other for ever, so that it may be traced but not run. Its `whole` is
-            called by no test.
+        hangs: whether devices wait for each other for ever, so that it may be traced but not run.
+            Its `whole` is called by no test.
     """
 
     name: str
@@ -65,12 +77,17 @@ class Program:
 
 
 def one_device(*_):
-    """In place of the function that a program is meant to compute: the program itself, on one device."""
+    """In place of the function that a program is meant to compute: the program itself, on one
+    device.
+    """
     raise NotImplementedError
 
 
 def program(body: Callable, *, whole: Callable = one_device, **options) -> Program:
-    """The Program with this body. Its annotations are the types, its name is the program's; see Program for options."""
+    """The Program with this body.
+
+    Its annotations are the types, its name is the program's; see Program for options.
+    """
     ins = inspect.get_annotations(body)
     outs = ins.pop("return")
     return Program(body.__name__.replace("_", " "), body, whole, ins, outs, **options)
@@ -108,7 +125,9 @@ def abstract_mesh(program: Program, sizes: tuple[int, ...]) -> AbstractMesh:
 
 def partition_spec(t: ArrayType, axes: tuple[str, ...]) -> PartitionSpec:
     """The PartitionSpec of a type. An axis that the mesh lacks shards nothing."""
-    return PartitionSpec(*(tuple(axis for axis in dim.axes if axis in axes) or None for dim in t.spec.dims))
+    return PartitionSpec(
+        *(tuple(axis for axis in dim.axes if axis in axes) or None for dim in t.spec.dims)
+    )
 
 
 def specs(program: Program) -> tuple[Any, Any]:
@@ -123,7 +142,9 @@ def specs(program: Program) -> tuple[Any, Any]:
 def mapped(program: Program, mesh: jax.sharding.Mesh) -> Callable:
     """The function on global arrays that runs the body on each device of the mesh."""
     in_specs, out_specs = specs(program)
-    return jax.shard_map(program.body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=program.vma)
+    return jax.shard_map(
+        program.body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=program.vma
+    )
 
 
 def shape_of(t: ArrayType) -> tuple[int, ...]:
@@ -141,7 +162,11 @@ def inputs(program: Program, seed: int = 0) -> list:
             return jax.random.wrap_key_data(rng.integers(0, 2**32, (*shape, 2), np.uint32))
         if t.dtype == "bool_":
             return rng.random(shape) < 0.5
-        return rng.standard_normal(shape, np.float32) if t.dtype == "f32" else rng.integers(0, BELOW, shape, np.int32)
+        return (
+            rng.standard_normal(shape, np.float32)
+            if t.dtype == "f32"
+            else rng.integers(0, BELOW, shape, np.int32)
+        )
 
     return jax.tree.map(draw, list(program.ins.values()))
 
@@ -149,10 +174,17 @@ def inputs(program: Program, seed: int = 0) -> list:
 def traced(program: Program, sizes: tuple[int, ...]) -> jax.extend.core.ClosedJaxpr:
     """The jaxpr of one shard_map on a mesh of these sizes. It needs no devices."""
     mesh = abstract_mesh(program, sizes)
-    dtypes = {"f32": np.float32, "i32": np.int32, "bool_": np.bool_, "key": jax.eval_shape(jax.random.key, 0).dtype}
+    dtypes = {
+        "f32": np.float32,
+        "i32": np.int32,
+        "bool_": np.bool_,
+        "key": jax.eval_shape(jax.random.key, 0).dtype,
+    }
 
     def argument(t, spec):
-        return jax.ShapeDtypeStruct(shape_of(t), dtypes[t.dtype], sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(
+            shape_of(t), dtypes[t.dtype], sharding=NamedSharding(mesh, spec)
+        )
 
     with jax.sharding.use_abstract_mesh(mesh):
         arguments = jax.tree.map(argument, tuple(program.ins.values()), specs(program)[0])
@@ -179,7 +211,9 @@ def intended(program: Program, seed: int = 0):
 
 
 def distance(result, meant) -> float:
-    """Largest difference of any device's copy from what is meant, as a share of the largest entry of that array."""
+    """Largest difference of any device's copy from what is meant, as a share of the largest entry
+    of that array.
+    """
     if jax.tree.structure(result) != jax.tree.structure(meant):
         return np.inf
     found = [0.0]
@@ -196,4 +230,6 @@ def distance(result, meant) -> float:
 
 def cases(programs: list[Program]):
     """A parametrization of a test by programs."""
-    return pytest.mark.parametrize("program", programs, ids=[program.name.replace(" ", "-") for program in programs])
+    return pytest.mark.parametrize(
+        "program", programs, ids=[program.name.replace(" ", "-") for program in programs]
+    )

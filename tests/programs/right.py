@@ -44,12 +44,16 @@ def replicas_that_train_by_themselves_and_meet(w: f32["R/d M"], x: f32["R/d B/t 
 
 @right
 def layer_norm(x: f32["B/d L/t M"], scale: f32["M"], bias: f32["M"]) -> f32["B/d L/t M"]:
-    normed = (x - jnp.mean(x, axis=-1, keepdims=True)) * lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-5)
+    normed = (x - jnp.mean(x, axis=-1, keepdims=True)) * lax.rsqrt(
+        jnp.var(x, axis=-1, keepdims=True) + 1e-5
+    )
     return normed * scale + bias
 
 
 @right
-def image_convolution_with_sharded_filters(x: f32["B/d C H W"], kernel: f32["R/t C 3 3"]) -> f32["B/d R/t H W"]:
+def image_convolution_with_sharded_filters(
+    x: f32["B/d C H W"], kernel: f32["R/t C 3 3"]
+) -> f32["B/d R/t H W"]:
     return lax.conv(x, kernel, (1, 1), "SAME")
 
 
@@ -99,7 +103,8 @@ def contrastive_gradient_through_the_gather(b: f32["B/d M"], a: f32["B/d M"]) ->
 
 @right(
     whole=lambda table, ids: table[ids],
-    # The number of a block and the place in it are an id, and a device takes those of its own block alone.
+    # The number of a block and the place in it are an id, and a device takes those of its own block
+    # alone.
 )
 def embedding_by_ids_within_blocks(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
     n = table.shape[0]
@@ -108,7 +113,9 @@ def embedding_by_ids_within_blocks(table: f32["V/t M"], ids: i32["B/d"]) -> f32[
 
 
 @right(whole=lambda table, ids, g: jnp.zeros_like(table).at[ids].add(g))
-def embedding_gradient_scattered_by_shifted_ids(table: f32["V/t M"], ids: i32["B/d"], g: f32["B/d M"]) -> f32["V/t M"]:
+def embedding_gradient_scattered_by_shifted_ids(
+    table: f32["V/t M"], ids: i32["B/d"], g: f32["B/d M"]
+) -> f32["V/t M"]:
     own = ids - lax.axis_index("t") * table.shape[0]
     own = jnp.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])
     return lax.psum(jnp.zeros_like(table).at[own].add(g, mode="drop"), "d")
@@ -127,11 +134,15 @@ def gated_feed_forward_by_typed_ops(
     gate, up = (shardops.all_gather("M/d F/t -> M F/t", w) for w in (gate, up))
 
     def into(w):
-        return shardops.einsum_unreduced("B/d M, M F/t -> B/d F/t", shardops.replicate("B/d M -> B/d M *t", x), w)
+        return shardops.einsum_unreduced(
+            "B/d M, M F/t -> B/d F/t", shardops.replicate("B/d M -> B/d M *t", x), w
+        )
 
     hidden = jax.nn.silu(into(gate)) * into(up)
     down = shardops.all_gather("F/t M/d -> F/t M", down)
-    return shardops.psum("B/d M +t -> B/d M", shardops.einsum_unreduced("B/d F/t, F/t M -> B/d M +t", hidden, down))
+    return shardops.psum(
+        "B/d M +t -> B/d M", shardops.einsum_unreduced("B/d F/t, F/t M -> B/d M +t", hidden, down)
+    )
 
 
 @right
@@ -144,13 +155,17 @@ def attention(q, k, v):
 
 
 @right(whole=attention)
-def ulysses_attention(q: f32["B/d L/t K D"], k: f32["B/d L/t K D"], v: f32["B/d L/t K D"]) -> f32["B/d L/t K D"]:
+def ulysses_attention(
+    q: f32["B/d L/t K D"], k: f32["B/d L/t K D"], v: f32["B/d L/t K D"]
+) -> f32["B/d L/t K D"]:
     q, k, v = (lax.all_to_all(x, "t", split_axis=2, concat_axis=1, tiled=True) for x in (q, k, v))
     return lax.all_to_all(attention(q, k, v), "t", split_axis=1, concat_axis=2, tiled=True)
 
 
 @right(whole=lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v, axes=("d", "x"))
-def ring_attention(q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]) -> f32["B/d L/x D"]:
+def ring_attention(
+    q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]
+) -> f32["B/d L/x D"]:
     total, weight = 0.0, 0.0
     for _ in range(lax.axis_size("x")):
         scores = jnp.exp(q @ k.swapaxes(1, 2))
@@ -160,11 +175,15 @@ def ring_attention(q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]
 
 
 @right(
-    whole=lambda q, k, v: jax.nn.softmax(jnp.where(jnp.tri(16, dtype=bool), q @ k.swapaxes(1, 2), -1e9)) @ v,
+    whole=lambda q, k, v: (
+        jax.nn.softmax(jnp.where(jnp.tri(16, dtype=bool), q @ k.swapaxes(1, 2), -1e9)) @ v
+    ),
     axes=("d", "x"),
     # Each step masks by the global positions of the block that it holds.
 )
-def causal_ring_attention_in_a_scan(q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]) -> f32["B/d L/x D"]:
+def causal_ring_attention_in_a_scan(
+    q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]
+) -> f32["B/d L/x D"]:
     n, here, local = lax.axis_size("x"), lax.axis_index("x"), jnp.arange(q.shape[1])
 
     def step(carry, i):
@@ -246,11 +265,15 @@ def heads_exchanged_for_positions_untiled(x: f32["B/d L/t K D"]) -> f32["B/d L K
 @right
 def gradients_scattered_untiled(x: f32["B/t M"], y: f32["B/t F"]) -> f32["M/t F"]:
     grads = x.T @ y
-    return lax.psum_scatter(grads.reshape(lax.axis_size("t"), -1, grads.shape[1]), "t", scatter_dimension=0)
+    return lax.psum_scatter(
+        grads.reshape(lax.axis_size("t"), -1, grads.shape[1]), "t", scatter_dimension=0
+    )
 
 
 @right
-def inverse_permutation_by_a_scatter(x: f32["T/d M"], ids: i32["T/d"], w: f32["M F"]) -> f32["T/d F"]:
+def inverse_permutation_by_a_scatter(
+    x: f32["T/d M"], ids: i32["T/d"], w: f32["M F"]
+) -> f32["T/d F"]:
     order = jnp.argsort(ids)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]))
     return ((x[order] @ w) ** 2)[back]
@@ -267,7 +290,9 @@ def inverse_of_a_cumulative_distribution(p: f32["V"], u: f32["B/d"]) -> i32["B/d
 
 
 @right
-def embedding_masked_after_a_projection(ids: i32["B/d L"], table: f32["V/t M"], w: f32["M F"]) -> f32["B/d L F"]:
+def embedding_masked_after_a_projection(
+    ids: i32["B/d L"], table: f32["V/t M"], w: f32["M F"]
+) -> f32["B/d L F"]:
     local = ids - lax.axis_index("t") * table.shape[0]
     ok = (local >= 0) & (local < table.shape[0])
     y = table[jnp.clip(local, 0, table.shape[0] - 1)] @ w
@@ -297,7 +322,9 @@ def mean_over_devices_if_there_are_several(x: f32["B/d M"]) -> f32["M"]:
 
 
 def scattered(x: jax.Array, w: jax.Array, first: int = 1, turns: int = 99):
-    """The blocks of x w, as a sum of all devices that passes around: the last to add is the one that keeps it."""
+    """The blocks of x w, as a sum of all devices that passes around: the last to add is the one
+    that keeps it.
+    """
     n, me, rows = lax.axis_size("t"), lax.axis_index("t"), x.shape[0] // lax.axis_size("t")
 
     def term(turn):
@@ -326,7 +353,9 @@ def matmul_scattered_in_a_loop_from_zero(x: f32["B M/t"], w: f32["M/t F"]) -> f3
 
 
 @right
-def attention_over_keys_in_a_ring_unrolled(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]) -> f32["L/t D"]:
+def attention_over_keys_in_a_ring_unrolled(
+    q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]
+) -> f32["L/t D"]:
     n, above, below = lax.axis_size("t"), 0.0, 0.0
     for i in range(n):
         e = jnp.exp(jax.nn.sigmoid(q @ k.T))

@@ -1,4 +1,6 @@
-"""Figures in README and docs/status.md follow from docs/measurements.md, which says how each was measured."""
+"""Figures in README and docs/status.md follow from docs/measurements.md, which says how each was
+measured.
+"""
 
 import re
 from pathlib import Path
@@ -48,12 +50,17 @@ def on_h100(contestant: str) -> str:
 def predicted() -> list[tuple[float, float]]:
     """Our time and memory, relative to plain JAX, of the programs that XLA compiled for H100s."""
     programs = [f"{size}_{mesh}" for size in ("124m", "1b", "2b") for mesh in ("d8", "r4d8")]
-    return [(float(time), float(memory)) for time, memory in (row(name)[-1].split(", ") for name in programs)]
+    return [
+        (float(time), float(memory))
+        for time, memory in (row(name)[-1].split(", ") for name in programs)
+    ]
 
 
 def of_plans() -> list[float]:
     """Measured time of our runs on an H100, as a share of the planned time."""
-    runs = [re.findall(r"[\d.]+", row(name)[0]) for name in ("first_chip", "gpt2_124m", "270m", "1b")]
+    runs = [
+        re.findall(r"[\d.]+", row(name)[0]) for name in ("first_chip", "gpt2_124m", "270m", "1b")
+    ]
     return [float(measured) / float(planned) for measured, planned in runs]
 
 
@@ -64,13 +71,16 @@ CLAIMS = {
         f"{on_h100('torch.compile')}× as fast as `torch.compile`",
         "| eight devices simulated by two CPU cores, seqax | "
         f"{span(against(3, 'demo') + numbers('#–#× as fast as seqax'))} |",
-        f"| one CPU device, `torch.compile` | {span(against(2, '2m', '10m') + numbers('2m is #× as fast'))} |",
-        f"XLA predicts that shardwright is {span([1 / time for time, _ in predicted()])} times as fast as plain JAX",
+        f"| one CPU device, `torch.compile` | "
+        f"{span(against(2, '2m', '10m') + numbers('2m is #× as fast'))} |",
+        f"XLA predicts that shardwright is {span([1 / time for time, _ in predicted()])} times as "
+        "fast as plain JAX",
         f"Our own runs on one H100 took {span(of_plans())} of the predicted time",
         f"and needs {span([memory for _, memory in predicted()])} times the memory",
     ],
     "docs/status.md": lambda: [
-        f"| 270M on one H100 | {row('270m, ours')[0]} tokens/s | {numbers('270m makes # tokens/s')[0]} |",
+        f"| 270M on one H100 | {row('270m, ours')[0]} tokens/s | "
+        f"{numbers('270m makes # tokens/s')[0]} |",
     ],
 }
 

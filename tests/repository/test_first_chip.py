@@ -1,4 +1,7 @@
-"""docs/first_chip.ipynb: its cells run, with a small model, on this machine's CPU. Nothing is uploaded or installed."""
+"""docs/first_chip.ipynb: its cells run, with a small model, on this machine's CPU.
+
+Nothing is uploaded or installed.
+"""
 
 import re
 import sys
@@ -8,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "docs/first_chip.ipynb"
-SMALL = "model.layers=1 model.d_model=64 model.d_ff=64 model.n_kv=1 training.seq_len=64 training.steps=8"
+SMALL = (
+    "model.layers=1 model.d_model=64 model.d_ff=64 model.n_kv=1 training.seq_len=64 "
+    "training.steps=8"
+)
 SMALL += " optimizer.warmup_steps=0 training.sample_interval=null hardware.compilation_cache=null"
 
 
@@ -17,7 +23,9 @@ SHARDWRIGHT = f'exec {sys.executable} -m shardwright "$@"'
 
 
 def installed(place: Path) -> None:
-    """A folder with a wheel and this source, and in its folder `bin` a pip that does nothing but say so."""
+    """A folder with a wheel and this source, and in its folder `bin` a pip that does nothing but
+    say so.
+    """
     (place / "shardwright-0-py3-none-any.whl").touch()
     for path in ROOT.iterdir():
         if path.name not in ("runs", ".git"):

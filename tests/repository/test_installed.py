@@ -1,4 +1,6 @@
-"""`pip install .` without -e: shardlib works alone, and shardwright trains, forks and makes projects from anywhere."""
+"""`pip install .` without -e: shardlib works alone, and shardwright trains, forks and makes
+projects from anywhere.
+"""
 
 import os
 import re
@@ -25,8 +27,12 @@ MODULES = {"hydra-core": "hydra"}
 
 
 def install(directory: Path, package: str) -> Path:
-    """A directory with what pip installs of a package in a copy of the checkout, in which it would leave build/."""
-    pytest.importorskip("setuptools", minversion="77", reason="pip builds with setuptools, and no test downloads it")
+    """A directory with what pip installs of a package in a copy of the checkout, in which it would
+    leave build/.
+    """
+    pytest.importorskip(
+        "setuptools", minversion="77", reason="pip builds with setuptools, and no test downloads it"
+    )
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")
     (directory / "checkout").mkdir()
     shutil.copy(ROOT / package / "pyproject.toml", directory / "checkout")
@@ -35,7 +41,9 @@ def install(directory: Path, package: str) -> Path:
         target = directory / "checkout" / part  # links in it become what they point to
         shutil.copytree(ROOT / package / part, target, ignore=ignored, dirs_exist_ok=True)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*pip, "--target", directory / "site", "."], cwd=directory / "checkout", capture_output=True)
+    done = subprocess.run(
+        [*pip, "--target", directory / "site", "."], cwd=directory / "checkout", capture_output=True
+    )
     assert done.returncode == 0, done.stderr.decode()
     return directory / "site"
 
@@ -55,7 +63,9 @@ def run(installed: Path, directory: Path, *arguments: str) -> subprocess.Complet
     environment = os.environ | {"PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
     environment |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=400)
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=400
+    )
 
 
 def without_other_packages() -> str:
@@ -68,42 +78,70 @@ def without_other_packages() -> str:
 
 
 def test_shardlib_alone(alone, tmp_path):
-    shown = "import shardlib\nprint(y.shape, y.addressable_shards[0].data.shape, float(y.sum()), shardlib.__file__)\n"
-    (tmp_path / "mine.py").write_text(without_other_packages() + RIGHT + "import shardlib.exact\n" + shown)
+    shown = (
+        "import shardlib\nprint(y.shape, y.addressable_shards[0].data.shape, float(y.sum()), "
+        "shardlib.__file__)\n"
+    )
+    (tmp_path / "mine.py").write_text(
+        without_other_packages() + RIGHT + "import shardlib.exact\n" + shown
+    )
     done = run(alone, tmp_path, "mine.py")
     assert done.stdout == f"(8, 32) (2, 32) 4096.0 {alone / 'shardlib/__init__.py'}\n", done.stderr
 
 
-@pytest.mark.parametrize(("program", "message"), [*zip([UNCHECKED, RIGHT + WRONG], MESSAGES, strict=True)])
+@pytest.mark.parametrize(
+    ("program", "message"), [*zip([UNCHECKED, RIGHT + WRONG], MESSAGES, strict=True)]
+)
 def test_what_it_refuses(alone, tmp_path, program, message):
     (tmp_path / "mine.py").write_text(without_other_packages() + program)
     done = run(alone, tmp_path, "mine.py")
     assert done.returncode == 1
-    assert re.sub(r"mine.py:\d+: ", "", done.stderr.partition("ShardError: ")[2]).startswith(message)
+    assert re.sub(r"mine.py:\d+: ", "", done.stderr.partition("ShardError: ")[2]).startswith(
+        message
+    )
 
 
 def test_its_fixture_in_pytest(alone, tmp_path):
-    """A failure shows the line of the test and the message, without the frames of shardlib and JAX."""
+    """A failure shows the line of the test and the message, without the frames of shardlib and
+    JAX.
+    """
     program = UNCHECKED.rpartition("check(")[0]
-    (tmp_path / "conftest.py").write_text(without_other_packages() + "assert 'jax' not in sys.modules\n")
+    (tmp_path / "conftest.py").write_text(
+        without_other_packages() + "assert 'jax' not in sys.modules\n"
+    )
     (tmp_path / "test_wrong.py").write_text(program + FIXTURE)
     (tmp_path / "test_right.py").write_text(program + CHECKED + FIXTURE)
     done = run(alone, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     shown = done.stdout.partition("FAILURES")[2]
     line = program.partition("return")[0].count("\n") + 1
-    assert f"ShardError: on the mesh data=2 model=4: test_wrong.py:{line}: sub: operand 1 is" in shown
+    assert (
+        f"ShardError: on the mesh data=2 model=4: test_wrong.py:{line}: sub: operand 1 is" in shown
+    )
     assert "_ _ _" not in shown, "frames"
     assert "shardlib/" not in shown
 
 
 def test_its_own_tests_need_no_trainer():
-    """They are collected where the trainer and what only it needs are hidden; `make test-shardlib` runs them so."""
+    """They are collected where the trainer and what only it needs are hidden; `make test-shardlib`
+    runs them so.
+    """
     inside = re.compile(r"^ +(from|import) (shardwright|train)\b", re.MULTILINE)
-    hide = without_other_packages() + "sys.modules.update(dict.fromkeys(['shardwright', 'train', 'hypothesis']))\n"
+    hide = (
+        without_other_packages()
+        + "sys.modules.update(dict.fromkeys(['shardwright', 'train', 'hypothesis']))\n"
+    )
     command = [sys.executable, "-c", hide + "import pytest; sys.exit(pytest.main(sys.argv[1:]))"]
     folders = ["tests/shardlib", "tests/exact"]
-    command += ["-q", "-p", "no:cacheprovider", "--collect-only", "-m", "not long and not slow", *folders]
+    command += [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--collect-only",
+        "-m",
+        "not long and not slow",
+        *folders,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert re.search(r"\d\d+/\d+ tests collected", done.stdout), done.stdout + done.stderr
     files = [path for folder in folders for path in (ROOT / folder).glob("*.py")]
@@ -117,8 +155,20 @@ def shardwright(installed: Path, directory: Path, *arguments: str) -> str:
     return done.stderr + done.stdout
 
 
-TRAIN = ("train", "training.steps=1", "training.eval_batches=0", "paths.model_name=a", "hardware.simulated_devices=4")
-SMALL = ("--config-name=local_test_synthetic", "mesh.d=2", "mesh.t=2", "model.layers=1", "model.d_model=64")
+TRAIN = (
+    "train",
+    "training.steps=1",
+    "training.eval_batches=0",
+    "paths.model_name=a",
+    "hardware.simulated_devices=4",
+)
+SMALL = (
+    "--config-name=local_test_synthetic",
+    "mesh.d=2",
+    "mesh.t=2",
+    "model.layers=1",
+    "model.d_model=64",
+)
 SMALL += ("model.d_ff=64", "model.n_kv=2", "training.seq_len=64", "training.batch_size=8")
 
 
@@ -140,7 +190,10 @@ def test_a_project_trains_its_model_beside_files_of_our_names(installed, tmp_pat
         (project / name).mkdir()
         (project / name / "__init__.py").write_text("WHOSE = 'mine'\n")
     model = project / "my_model.py"
-    model.write_text(model.read_text() + "\nimport tools, models\n\nassert tools.WHOSE == models.WHOSE == 'mine'\n")
+    model.write_text(
+        model.read_text()
+        + "\nimport tools, models\n\nassert tools.WHOSE == models.WHOSE == 'mine'\n"
+    )
     said = shardwright(installed, project, *TRAIN, "--config-name=my_run")
     assert f"{project / 'train.py'} defines no SPEC, so it does not train." in said
     assert "step 1/1  loss" in said
@@ -156,4 +209,6 @@ def test_a_fork_is_what_runs(installed, tmp_path):
     assert f"train.py: {fork}" in said
     (kept,) = (tmp_path / "runs/a/source").iterdir()
     assert any("jax.nn.gelu(" in path.read_text() for path in kept.glob("*train.py"))
-    assert re.search(r"^\+.*jax\.nn\.gelu\(", shardwright(installed, tmp_path, "fork", "--diff"), re.MULTILINE)
+    assert re.search(
+        r"^\+.*jax\.nn\.gelu\(", shardwright(installed, tmp_path, "fork", "--diff"), re.MULTILINE
+    )

@@ -25,7 +25,10 @@ PACKAGES = ("shardlib", "shardwright")
 
 def requirements(*extras: str) -> list[Requirement]:
     optional = PROJECT["project"]["optional-dependencies"]
-    specs = [*PROJECT["project"]["dependencies"], *(spec for extra in extras for spec in optional[extra])]
+    specs = [
+        *PROJECT["project"]["dependencies"],
+        *(spec for extra in extras for spec in optional[extra]),
+    ]
     return [Requirement(spec) for spec in specs]
 
 
@@ -34,7 +37,9 @@ def names(*extras: str) -> set[str]:
 
 
 def imports(tree: ast.AST, *, in_functions: bool) -> set[str]:
-    """The first part of each absolutely imported module's name; `in_functions` adds imports that wait for a call."""
+    """The first part of each absolutely imported module's name; `in_functions` adds imports that
+    wait for a call.
+    """
     found = set()
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
@@ -46,24 +51,38 @@ def imports(tree: ast.AST, *, in_functions: bool) -> set[str]:
     return found
 
 
-distributions_of_modules = functools.cache(importlib.metadata.packages_distributions)  # a second a call
+# a second a call
+distributions_of_modules = functools.cache(importlib.metadata.packages_distributions)
 
 
 def third_party(tree: ast.AST, *, in_functions: bool) -> set[str]:
-    """The distributions that a source file imports, the project's own modules and the standard library left out."""
-    modules = imports(tree, in_functions=in_functions) - {"train", *PACKAGES} - sys.stdlib_module_names
+    """The distributions that a source file imports, the project's own modules and the standard
+    library left out.
+    """
+    modules = (
+        imports(tree, in_functions=in_functions) - {"train", *PACKAGES} - sys.stdlib_module_names
+    )
     distributions = distributions_of_modules()
     return {canonicalize_name(distributions.get(module, [module])[0]) for module in modules}
 
 
 def sources() -> list[Path]:
-    found = [*ROOT.glob("*.py"), *(path for name in PACKAGES for path in ROOT.glob(f"{name}/**/*.py"))]
+    found = [
+        *ROOT.glob("*.py"),
+        *(path for name in PACKAGES for path in ROOT.glob(f"{name}/**/*.py")),
+    ]
     return sorted(path for path in found if not path.is_symlink() and "template" not in path.parts)
 
 
 def test_imports_are_declared():
-    """What is imported with a module is a dependency, what is imported in a function is in some extra."""
-    of_tools, of_all, of_extras = names("tools"), names(), names(*PROJECT["project"]["optional-dependencies"])
+    """What is imported with a module is a dependency, what is imported in a function is in some
+    extra.
+    """
+    of_tools, of_all, of_extras = (
+        names("tools"),
+        names(),
+        names(*PROJECT["project"]["optional-dependencies"]),
+    )
     for path in sources():
         declared = of_tools if path.is_relative_to(ROOT / "shardwright/tools") else of_all
         of_pytest = {"pytest"} if path.name == "pytest_plugin.py" else set()  # which pytest imports
@@ -73,24 +92,35 @@ def test_imports_are_declared():
 
 
 def test_every_module_is_packaged():
-    assert PROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == [f"{name}*" for name in PACKAGES]
+    assert PROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == [
+        f"{name}*" for name in PACKAGES
+    ]
 
 
 def pins(path: Path) -> dict[str, str]:
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+    return {
+        canonicalize_name(name): version
+        for name, _, version in (line.partition("==") for line in lines)
+    }
 
 
 @pytest.mark.parametrize("path", CONSTRAINTS, ids=lambda path: path.stem)
 def test_constraints_pin_what_is_declared(path):
-    """A pin for every declared package, inside the declared range, that any index can serve (no local version)."""
+    """A pin for every declared package, inside the declared range, that any index can serve (no
+    local version).
+    """
     version = path.stem.removeprefix("py")
     pinned = pins(path)
     for requirement in requirements(*INSTALLED_EXTRAS):
         name = canonicalize_name(requirement.name)
-        applies = requirement.marker is None or requirement.marker.evaluate({"python_version": version})
+        applies = requirement.marker is None or requirement.marker.evaluate(
+            {"python_version": version}
+        )
         assert (name in pinned) == applies, f"{name} on Python {version}"
-        assert not applies or pinned[name] in requirement.specifier, f"{name}=={pinned[name]} is not {requirement}"
+        assert not applies or pinned[name] in requirement.specifier, (
+            f"{name}=={pinned[name]} is not {requirement}"
+        )
     assert all(Version(version).local is None for version in pinned.values())
 
 
@@ -101,9 +131,13 @@ def test_python_versions_agree():
 
 
 def test_versions_agree():
-    """Of the package, of the citation, and the newest in the changelog, whose date is that of the citation."""
+    """Of the package, of the citation, and the newest in the changelog, whose date is that of the
+    citation.
+    """
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    found = re.findall(r"^## (\d+\.\d+\.\d+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    found = re.findall(
+        r"^## (\d+\.\d+\.\d+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     assert found[0] == (PROJECT["project"]["version"], str(citation["date-released"]))
     assert citation["version"] == PROJECT["project"]["version"]
     assert citation["abstract"] == PROJECT["project"]["description"]
@@ -114,7 +148,9 @@ def test_the_hook_for_pre_commit_is_that_of_the_page():
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
     local, named = (
         yaml.safe_load(block)[0]["hooks"][0]
-        for block in re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/check.md").read_text(), re.DOTALL | re.MULTILINE)
+        for block in re.findall(
+            r"^```yaml\n(.*?)^```", (ROOT / "docs/check.md").read_text(), re.DOTALL | re.MULTILINE
+        )
     )
     assert local["entry"] == " ".join([hook["entry"], *named["args"]])
     assert named["id"] == hook["id"]

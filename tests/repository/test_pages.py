@@ -1,4 +1,6 @@
-"""The pages: links lead somewhere, commands compose, settings and files exist; README has true counts and a refusal."""
+"""The pages: links lead somewhere, commands compose, settings and files exist; README has true
+counts and a refusal.
+"""
 
 import collections
 import dataclasses
@@ -62,7 +64,7 @@ def spans(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", prose(text))
 
 
-# ---- links and lines ----------------------------------------------------------------------------------------------
+# ---- links and lines -----------------------------------------------------------------------------
 
 
 def anchors(page: Path) -> set[str]:
@@ -72,7 +74,9 @@ def anchors(page: Path) -> set[str]:
     for heading in headings:
         slug = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
         found[slug] = found.get(slug, -1) + 1
-    return {slug + (f"-{i}" if i else "") for slug, count in found.items() for i in range(count + 1)}
+    return {
+        slug + (f"-{i}" if i else "") for slug, count in found.items() for i in range(count + 1)
+    }
 
 
 def broken_links(page: Path, text: str) -> list[str]:
@@ -92,15 +96,26 @@ def test_the_index_has_every_page():
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
-# ---- commands -----------------------------------------------------------------------------------------------------
+# ---- commands ------------------------------------------------------------------------------------
 
 
 def command_lines(text: str) -> list[str]:
-    """What follows `python -m` in each command of a page's blocks and inline code; `shardwright x` is tools.x."""
-    lines = [line for language, block in blocks(text) if not language for line in block.replace("\\\n", "").split("\n")]
+    """What follows `python -m` in each command of a page's blocks and inline code; `shardwright x`
+    is tools.x.
+    """
+    lines = [
+        line
+        for language, block in blocks(text)
+        if not language
+        for line in block.replace("\\\n", "").split("\n")
+    ]
     found = []
     for line in [*lines, *(span.replace("\n", " ") for span in spans(text))]:
-        line = re.sub(r"^shardwright (\w+)", lambda m: f"python -m {'' if m[1] == 'train' else 'tools.'}{m[1]}", line)
+        line = re.sub(
+            r"^shardwright (\w+)",
+            lambda m: f"python -m {'' if m[1] == 'train' else 'tools.'}{m[1]}",
+            line,
+        )
         _, is_command, rest = re.sub(r"<[\w ,]+>", "name", line).partition("python -m ")
         if is_command:
             found.append(rest.replace("\\|", "|"))
@@ -120,17 +135,25 @@ def commands(text: str) -> list[list[str]]:
 def test_lists_in_commands_are_quoted():
     """zsh looks for files that match `[` or `*`, and ends with "no matches found"."""
     sources = [path.read_text() for path in (ROOT / "shardwright").rglob("*.py")]
-    docstrings = [match for text in sources for match in re.findall(r"^    python -m ([^{\n]*)$", text, re.MULTILINE)]
+    docstrings = [
+        match
+        for text in sources
+        for match in re.findall(r"^    python -m ([^{\n]*)$", text, re.MULTILINE)
+    ]
     lines = [*docstrings, *(line for page in PAGES for line in command_lines(page.read_text()))]
     unquoted = [re.sub(r"'[^']*'|\"[^\"]*\"| #.*|<[^>]*>|\$\{?\w+\}?", "", line) for line in lines]
     assert len(docstrings) > 20
-    assert [line for line, bare in zip(lines, unquoted, strict=True) if re.search(r"=\S*[\[*?{]", bare)] == []
+    assert [
+        line for line, bare in zip(lines, unquoted, strict=True) if re.search(r"=\S*[\[*?{]", bare)
+    ] == []
 
 
 def source_files(module: str) -> list[Path]:
     """The source of a program: a file, or a folder with a __main__.py."""
     path = ROOT.joinpath(*module.split("."))
-    return [path.with_suffix(".py")] if path.with_suffix(".py").exists() else sorted(path.glob("*.py"))
+    return (
+        [path.with_suffix(".py")] if path.with_suffix(".py").exists() else sorted(path.glob("*.py"))
+    )
 
 
 def first_values(overrides: list[str]) -> list[str]:
@@ -141,7 +164,8 @@ def first_values(overrides: list[str]) -> list[str]:
         return next(iter(o.sweep_string_iterator())) if o.is_sweep_override() else None
 
     return [
-        text if value(o) is None else f"{o.key_or_group}={value(o)}" for o, text in zip(parsed, overrides, strict=True)
+        text if value(o) is None else f"{o.key_or_group}={value(o)}"
+        for o, text in zip(parsed, overrides, strict=True)
     ]
 
 
@@ -157,14 +181,22 @@ def check_run(flags: dict[str, str], overrides: list[str]) -> None:
         overrides = first_values(overrides)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         to_config(
-            compose(flags["--config-name"], overrides=read_overrides(Program("", CONFIGS, None, Config), overrides))
+            compose(
+                flags["--config-name"],
+                overrides=read_overrides(Program("", CONFIGS, None, Config), overrides),
+            )
         )
 
 
 def check_tool(module: str, flags: dict[str, str], overrides: list[str]) -> None:
     """Merges a tool's settings into its Config."""
-    main = f"{module}.__main__" if ROOT.joinpath(*module.split("."), "__main__.py").exists() else module
-    overrides = [o for o in overrides if not o.startswith(("hydra", "prompt="))]  # a prompt is read as it is
+    main = (
+        f"{module}.__main__"
+        if ROOT.joinpath(*module.split("."), "__main__.py").exists()
+        else module
+    )
+    # a prompt is read as it is
+    overrides = [o for o in overrides if not o.startswith(("hydra", "prompt="))]
     schema = importlib.import_module(f"shardwright.{main}").Settings
     given = OmegaConf.from_dotlist(first_values(overrides) if "--multirun" in flags else overrides)
     try:
@@ -190,11 +222,15 @@ def check_command(words: list[str]) -> None:
     if module in ("train", "tools.verify"):
         assert "--config-name" in flags, f"{module} needs a configuration"
         check_run(flags, overrides)
-    elif (ROOT / "tools/configs" / f"{flags.get('--config-name', module.rpartition('.')[2])}.yaml").exists():
+    elif (
+        ROOT / "tools/configs" / f"{flags.get('--config-name', module.rpartition('.')[2])}.yaml"
+    ).exists():
         check_tool(module, flags, overrides)
     else:  # argparse
         text = "".join(path.read_text() for path in files)
-        assert all(flag.removeprefix("--") in text for flag in flags), f"{module} lacks one of {', '.join(flags)}"
+        assert all(flag.removeprefix("--") in text for flag in flags), (
+            f"{module} lacks one of {', '.join(flags)}"
+        )
 
 
 @pytest.mark.long
@@ -209,7 +245,7 @@ def test_commands_compose(monkeypatch):
             raise AssertionError(f"{page}: python -m {shlex.join(words)}: {error}") from error
 
 
-# ---- settings and files -------------------------------------------------------------------------------------------
+# ---- settings and files --------------------------------------------------------------------------
 
 OTHER_SECTIONS = {
     "model": (ModelConfig, mla.ModelConfig, delta.ModelConfig, gpt2.ModelConfig),
@@ -233,7 +269,9 @@ def settings_of(hint: typing.Any) -> Iterator[str]:
 def has_setting(section: str, name: str) -> bool:
     """`*` in `name` matches any part of a name."""
     known = [setting for hint in SECTIONS[section] for setting in settings_of(hint)]
-    return any(fnmatch.fnmatch(setting, name) or fnmatch.fnmatch(name, setting) for setting in known)
+    return any(
+        fnmatch.fnmatch(setting, name) or fnmatch.fnmatch(name, setting) for setting in known
+    )
 
 
 def unknown_settings(text: str) -> list[str]:
@@ -258,7 +296,10 @@ def missing_files(page: Path, text: str) -> list[str]:
             is_ours = word.split("/")[0] in entries()
             exists = is_ours and any([*root.glob(word), *root.glob(f"{word}.py")] for root in roots)
         else:
-            is_ours, exists = word.endswith((".py", ".md")), any((at / word).exists() for at in (*roots, page.parent))
+            is_ours, exists = (
+                word.endswith((".py", ".md")),
+                any((at / word).exists() for at in (*roots, page.parent)),
+            )
         if is_ours and not exists:
             found.append(word)
     return found
@@ -273,12 +314,16 @@ def test_what_pages_name_exists():
         assert re.findall(r"\w+\.py:\d+", prose(text)) == [], f"{page}: a line number"
 
 
-@pytest.mark.parametrize(("page", "program"), [("settings", settings_page), ("ops", ops_page), ("api", api_page)])
+@pytest.mark.parametrize(
+    ("page", "program"), [("settings", settings_page), ("ops", ops_page), ("api", api_page)]
+)
 def test_a_page_made_from_docstrings_is_that_of_its_program(page, program):
-    assert (ROOT / f"docs/{page}.md").read_text() == program.page(), f"python -m {program.__name__} > docs/{page}.md"
+    assert (ROOT / f"docs/{page}.md").read_text() == program.page(), (
+        f"python -m {program.__name__} > docs/{page}.md"
+    )
 
 
-# ---- README's counts ----------------------------------------------------------------------------------------------
+# ---- README's counts -----------------------------------------------------------------------------
 
 
 def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
@@ -289,21 +334,27 @@ def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
     rows = {
         f"{wrong} small programs with one planted error": f"{wrong} rejected",
         f"{right} correct programs": f"{right} accepted",
-        f"{caught.total()} silent bugs that were reported in other frameworks ([docs/gauntlet.md](docs/gauntlet.md))": (
-            f"{caught['types']} rejected by types, {caught[the_check]} by the check before the first step, "
-            f"{caught['a test']} only by tests of this repository"
+        f"{caught.total()} silent bugs that were reported in other frameworks "
+        "([docs/gauntlet.md](docs/gauntlet.md))": (
+            f"{caught['types']} rejected by types, {caught[the_check]} by the check before the "
+            f"first step, {caught['a test']} only by tests of this repository"
         ),
     }
-    table = re.findall(r"^\| (\d+ .*?) \| (.*?) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    table = re.findall(
+        r"^\| (\d+ .*?) \| (.*?) \|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
     assert dict(table) == rows
 
 
-# ---- README's first change ----------------------------------------------------------------------------------------
+# ---- README's first change -----------------------------------------------------------------------
 
 
 def traced(source: str) -> None:
-    """Traces what the demo traces, with a changed train.py and in its order, on a mesh of its sizes without devices."""
-    c = load("local_test_synthetic", "training.compute_dtype=bf16")  # as `make demo` on cores with products of bf16
+    """Traces what the demo traces, with a changed train.py and in its order, on a mesh of its sizes
+    without devices.
+    """
+    # as `make demo` on cores with products of bf16
+    c = load("local_test_synthetic", "training.compute_dtype=bf16")
     sizes = (c.mesh.r, 8 // c.mesh.r // c.mesh.t, c.mesh.t)
     mesh = AbstractMesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(source) as train, use_abstract_mesh(mesh):
@@ -321,7 +372,9 @@ def test_the_first_change_and_its_refusal():
     (message,) = (block for language, block in found if block.startswith("train.py:"))
     source = SOURCE
     for diff in (good, wrong):
-        before, after = ("".join(f"{x[1:]}\n" for x in diff.splitlines() if x[0] == sign) for sign in "-+")
+        before, after = (
+            "".join(f"{x[1:]}\n" for x in diff.splitlines() if x[0] == sign) for sign in "-+"
+        )
         assert source.count(before) == 1
         source = source.replace(before, after)
         if diff == good:
@@ -329,21 +382,29 @@ def test_the_first_change_and_its_refusal():
     with pytest.raises(ShardError) as refused:
         traced(source)
     shown = str(refused.value).removeprefix(f"{refused.value.place}: ")
-    assert shown.split() == message.split()[1:]  # after the place, whose line number moves with each change
+    # after the place, whose line number moves with each change
+    assert shown.split() == message.split()[1:]
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other jax traces a few operations more, by a percent")
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="other jax traces a few operations more, by a percent"
+)
 @pytest.mark.parametrize("page", ["README.md", "docs/plan.md", "docs/performance.md"])
 def test_what_a_page_quotes_of_a_plan_is_what_the_program_shows(page):
     """Each block after a command of tools.plan has lines of its output, in their order."""
     text = (ROOT / page).read_text()
-    quoted = re.findall(r"```\n(python -m tools\.plan --config-name=\w[^\n]*)\n```\n\n```\n(.*?)```", text, re.S)
+    quoted = re.findall(
+        r"```\n(python -m tools\.plan --config-name=\w[^\n]*)\n```\n\n```\n(.*?)```", text, re.S
+    )
     assert quoted
     for command, block in quoted:
         arguments = [sys.executable, *command.split()[1:]]
         environment = {**os.environ, "COLUMNS": "80"}
-        shown = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+        shown = subprocess.run(
+            arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        ).stdout
         rest = iter(shown.splitlines())
-        block = block.partition("What would help")[0]  # that is what a few seconds of the processor find
+        # that is what a few seconds of the processor find
+        block = block.partition("What would help")[0]
         assert [line for line in block.splitlines() if line and line not in rest] == []

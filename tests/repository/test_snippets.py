@@ -32,18 +32,23 @@ RUN_BY = {
     "sharding-types.md": "shardlib/test_sharding_types_doc.py",
     "soundness.md": "inspect/test_selection.py",
 }
-"""The test of each page with Python in it. A block of huggingface.md and one of soundness.md are tested here."""
+"""The test of each page with Python in it. A block of huggingface.md and one of soundness.md are
+tested here."""
 
 
 def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE
+    )
 
 
 def test_each_page_with_python_has_a_test():
     pages = {path.name for path in (ROOT / "docs").glob("*.md") if "```python" in path.read_text()}
     assert pages == RUN_BY.keys()
     for page, test in RUN_BY.items():
-        assert page in (ROOT / "tests" / test).read_text(), f"tests/{test} does not read docs/{page}"
+        assert page in (ROOT / "tests" / test).read_text(), (
+            f"tests/{test} does not read docs/{page}"
+        )
     assert not [path for path in ROOT.glob("*.md") if "```python" in path.read_text()]
 
 
@@ -52,10 +57,20 @@ def test_a_loop_with_the_loader(monkeypatch):
     code = textwrap.dedent((loader.__doc__ or "").partition("own:\n\n")[2].rpartition("\n\n")[0])
     monkeypatch.chdir(ROOT)
     c = load("local_test_synthetic")
-    names = {"jax": jax, "mesh": tiny.mesh("d=4 t=2"), "config": c, "saved_state": None, "start": 3, "m": 2, "seen": []}
+    names = {
+        "jax": jax,
+        "mesh": tiny.mesh("d=4 t=2"),
+        "config": c,
+        "saved_state": None,
+        "start": 3,
+        "m": 2,
+        "seen": [],
+    }
     names |= {"batch_size": 8, "seq_len": 64, "vocab_size": c.model.vocab}
     assert code.count("        ...  # train") == 1
-    code = code.replace("        ...  # train", "        seen.append((step, batch)); break  # train")
+    code = code.replace(
+        "        ...  # train", "        seen.append((step, batch)); break  # train"
+    )
     with jax.set_mesh(names["mesh"]):
         exec(code, names)
     ((step, batch),) = names["seen"]
@@ -78,7 +93,9 @@ def test_the_functions_of_an_exchange_have_these_signatures():
     for function in functions:
         for module in (gpt2, families):
             code = getattr(module, function.name).__code__
-            assert code.co_varnames[: code.co_argcount] == tuple(argument.arg for argument in function.args.args)
+            assert code.co_varnames[: code.co_argcount] == tuple(
+                argument.arg for argument in function.args.args
+            )
 
 
 def test_functions_that_compute_the_same():

@@ -1,4 +1,6 @@
-"""The architecture that the map in docs/architecture.md shows: rooms, floors, imports that point down."""
+"""The architecture that the map in docs/architecture.md shows: rooms, floors, imports that point
+down.
+"""
 
 import ast
 import functools
@@ -39,7 +41,8 @@ FLOORS = [
     ("shardlib.exact",),
     ("shardlib",),
 ]
-"""Rooms from the top of the house to its ground floor. A module imports those of its own room and of floors below."""
+"""Rooms from the top of the house to its ground floor. A module imports those of its own room and
+of floors below."""
 FLOOR = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
 TOP = list(dict.fromkeys(room.partition(".")[0] for floor in FLOORS for room in floor))
 PROGRAMS = ("shardwright.tools", "bench")
@@ -58,10 +61,15 @@ BY_NAME |= {
     "shardwright.__main__",
     "shardwright.settings.starting",
 }
-"""Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""
+"""Modules that import what a configuration, a command line, a pickled function, or a list of
+programs names."""
 LATE = {"shardlib.pytest_plugin", "shardwright.__main__"}
-"""Modules that import others when used: before a conftest.py sets JAX's flags, or where packages are missing."""
-SHARED = {f"shardwright.tools.report.{name}" for name in ("comparing", "page", "pairs", "plots", "reading", "screen")}
+"""Modules that import others when used: before a conftest.py sets JAX's flags, or where packages
+are missing."""
+SHARED = {
+    f"shardwright.tools.report.{name}"
+    for name in ("comparing", "page", "pairs", "plots", "reading", "screen")
+}
 SHARED |= {f"bench.{name}" for name in ("common", "throughput.peers.ours", "throughput.peers.job")}
 SHARED.add("shardwright.tools.ladder.scales")
 """Modules of several programs."""
@@ -97,7 +105,9 @@ def imports(name: str) -> list[tuple[str, bool]]:
         if isinstance(node, ast.Import):
             yield from ((alias.name, in_function) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            above = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield from ((f"{base}.{alias.name}", in_function) for alias in node.names)
         else:
@@ -107,7 +117,9 @@ def imports(name: str) -> list[tuple[str, bool]]:
 
     result = []
     for imported, in_function in found(tree(name), False):
-        assert imported.partition(".")[0] != "tests" or name in RUN_TESTS, f"{name} imports {imported}"
+        assert imported.partition(".")[0] != "tests" or name in RUN_TESTS, (
+            f"{name} imports {imported}"
+        )
         if imported.partition(".")[0] in TOP:
             target = imported if imported in modules() else imported.rpartition(".")[0]
             result.append((target, in_function))
@@ -125,7 +137,11 @@ def program(name: str) -> str:
 
 
 def test_every_module_is_in_a_room():
-    top = [path for path in ROOT.iterdir() if not path.is_symlink() and (path.suffix == ".py" or [*path.glob("*.py")])]
+    top = [
+        path
+        for path in ROOT.iterdir()
+        if not path.is_symlink() and (path.suffix == ".py" or [*path.glob("*.py")])
+    ]
     assert {path.stem for path in top} - {"tests"} == set(TOP)
 
 
@@ -138,9 +154,15 @@ def check_module(name: str) -> None:
         assert not sideways, f"{name} imports {target}, another room on its floor"
         assert not in_function or name in LATE, f"{name} imports {target} inside a function"
         if room(target) in PROGRAMS and target not in SHARED:
-            assert program(target) == program(name), f"{name} imports {target}, part of another program"
+            assert program(target) == program(name), (
+                f"{name} imports {target}, part of another program"
+            )
     calls = {ast.unparse(node.func) for node in ast.walk(tree(name)) if isinstance(node, ast.Call)}
-    found = {call for call in calls if call.rpartition(".")[2] in ("import_module", "__import__", "run_module")}
+    found = {
+        call
+        for call in calls
+        if call.rpartition(".")[2] in ("import_module", "__import__", "run_module")
+    }
     assert not found or name in BY_NAME, f"{name} imports by {', '.join(found)}"
 
 
@@ -160,7 +182,9 @@ def test_what_reads_a_step_is_reached_by_one_module():
 
 
 def hand_loops(name: str) -> list[int]:
-    """The lines of loops over equations, from any list, that go from their operands to their results."""
+    """The lines of loops over equations, from any list, that go from their operands to their
+    results.
+    """
     found = []
     kinds = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
     for loop in ast.walk(tree(name)):
@@ -180,7 +204,11 @@ def hand_loops(name: str) -> list[int]:
 def test_one_module_goes_through_the_equations_of_a_jaxpr():
     """No other reads them off a jaxpr, or keeps what it knows of their operands and results."""
     nodes = {name: ast.walk(tree(name)) for name in modules()}
-    readers = {name for name, of in nodes.items() if any(getattr(node, "attr", "") == "eqns" for node in of)}
+    readers = {
+        name
+        for name, of in nodes.items()
+        if any(getattr(node, "attr", "") == "eqns" for node in of)
+    }
     assert readers == {"shardlib.interpret"}
     assert [name for name in modules() if hand_loops(name)] == ["shardlib.interpret"]
 
@@ -189,11 +217,17 @@ def test_there_is_no_circle():
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, f"a circle of imports: {' → '.join((*path[path.index(name) :], name))}"
+        assert name not in path, (
+            f"a circle of imports: {' → '.join((*path[path.index(name) :], name))}"
+        )
         if name not in done:
             for target, _ in imports(name):
-                # `from package import module` runs the package's __init__ too, which then is on the way already.
-                if not (modules()[target].name == "__init__.py" and (name + ".").startswith(target + ".")):
+                # `from package import module` runs the package's __init__ too, which then is on the
+                # way already.
+                if not (
+                    modules()[target].name == "__init__.py"
+                    and (name + ".").startswith(target + ".")
+                ):
                     visit(target, (*path, name))
             done.add(name)
 
@@ -206,7 +240,18 @@ def test_the_map_has_a_line_for_each_entry():
     block = text[text.index("## The map") :].split("```")[1]
     shown = re.findall(r"^([\w.]+)/?\s+\S", block, re.MULTILINE)
     assert [name.removesuffix(".py") for name in shown if name.removesuffix(".py") in TOP] == TOP
-    hidden = {".git", ".venv", ".ci", "runs", "outputs", "multirun", "data", "build", "dist", "__pycache__"}
+    hidden = {
+        ".git",
+        ".venv",
+        ".ci",
+        "runs",
+        "outputs",
+        "multirun",
+        "data",
+        "build",
+        "dist",
+        "__pycache__",
+    }
     folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.is_symlink()]
     folders = {path.name for path in folders if not path.name.startswith(".")} - hidden
     assert {name for name in folders if not name.endswith(".egg-info")} <= {*shown}, (

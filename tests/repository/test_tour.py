@@ -18,7 +18,9 @@ def outputs(notebook: Any) -> tuple[list[str], list[float]]:
     for cell in notebook.cells:
         of_cell = cell.get("outputs", [])
         # A kernel sends what a cell prints in any number of parts.
-        found.append("".join(output["text"] for output in of_cell if output.output_type == "stream"))
+        found.append(
+            "".join(output["text"] for output in of_cell if output.output_type == "stream")
+        )
         found += [", ".join(sorted(output.data)) for output in of_cell if "data" in output]
     text = "\n".join(found)
     return NUMBER.sub("#", text).splitlines(), [float(number) for number in NUMBER.findall(text)]
@@ -37,6 +39,7 @@ def test_what_is_stored_is_what_it_prints(monkeypatch):
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=place).execute()
     printed, found = outputs(notebook)
     assert printed == stored, "`make pictures` stores what it prints now"
-    np.testing.assert_allclose(found, ours, rtol=0.02)  # losses: f32, summed in another order elsewhere
+    # losses: f32, summed in another order elsewhere
+    np.testing.assert_allclose(found, ours, rtol=0.02)
     assert "remedy: reduce it over t first, with psum_scatter or psum" in "\n".join(stored)
     assert ours[-1] < ours[-2] - 3, "the loss falls"

@@ -55,23 +55,38 @@ typed(3)
 
 
 def problems(directory: Path, *files: Path) -> list[tuple[str, int, str]]:
-    """File, line and rule of each error and warning in files, by pyright's settings `basic` and no others."""
-    settings = {"typeCheckingMode": "basic", "include": [str(file) for file in files], "extraPaths": [str(ROOT)]}
+    """File, line and rule of each error and warning in files, by pyright's settings `basic` and no
+    others.
+    """
+    settings = {
+        "typeCheckingMode": "basic",
+        "include": [str(file) for file in files],
+        "extraPaths": [str(ROOT)],
+    }
     (directory / "pyrightconfig.json").write_text(json.dumps(settings))
     command = "basedpyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(directory)
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
     found = json.loads(done.stdout)
     assert found["summary"]["filesAnalyzed"] == len(files), done.stderr
-    told = [(Path(x["file"]).name, x["range"]["start"]["line"], x["rule"]) for x in found["generalDiagnostics"]]
+    told = [
+        (Path(x["file"]).name, x["range"]["start"]["line"], x["rule"])
+        for x in found["generalDiagnostics"]
+    ]
     return [x for x in told if x[2] != "reportInvalidTypeVarUse"]
 
 
 def test_faults_are_found_and_a_users_files_have_no_false_errors(tmp_path):
-    """The faults: a dim's name as a value, an attribute that a class lacks, arguments of another type, missing ones.
+    """The faults: a dim's name as a value, an attribute that a class lacks, arguments of another
+    type, missing ones.
 
-    The other files are the model that docs/models.md begins with, and a dtype of one's own; `make lint` checks ours.
+    The other files are the model that docs/models.md begins with, and a dtype of one's own; `make
+    lint` checks ours.
     """
-    files = {tmp_path / "mine.py": MINE, tmp_path / "own_dtype.py": OWN_DTYPE, tmp_path / "faults.py": FAULTS}
+    files = {
+        tmp_path / "mine.py": MINE,
+        tmp_path / "own_dtype.py": OWN_DTYPE,
+        tmp_path / "faults.py": FAULTS,
+    }
     for file, text in files.items():
         file.write_text(text)
     lines = FAULTS.splitlines()

@@ -12,7 +12,9 @@ import pytest
 
 from shardwright.program.background import in_background, run_beside, wait_for
 
-PATIENT = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+PATIENT = (
+    "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+)
 
 
 @pytest.fixture
@@ -45,11 +47,17 @@ def test_programs_beside_the_training_find_its_packages(tmp_path, monkeypatch):
     assert run_beside("a_program_beside") == "found\n"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with the one that started it")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux ends a process with the one that started it"
+)
 def test_it_dies_with_a_run_that_is_killed(folder):
-    starts = "from shardwright.program.background import run_beside; run_beside('a_patient_program')"
+    starts = (
+        "from shardwright.program.background import run_beside; run_beside('a_patient_program')"
+    )
     with subprocess.Popen(
-        [sys.executable, "-c", starts], cwd=folder, env=os.environ | {"PYTHONPATH": ":".join(sys.path) + f":{folder}"}
+        [sys.executable, "-c", starts],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path) + f":{folder}"},
     ) as run:
         pid = pid_of(folder)
         assert is_alive(pid)
@@ -61,7 +69,9 @@ def test_it_dies_with_a_run_that_is_killed(folder):
 
 
 def test_its_group_is_not_that_of_ctrl_c_and_its_priority_is_low(folder):
-    """If it had a session of its own, Linux would share the processors equally between it and the training."""
+    """If it had a session of its own, Linux would share the processors equally between it and the
+    training.
+    """
     program = "import os; print(os.getsid(0), os.getpgid(0), os.getpid(), os.nice(0))"
     (folder / "a_patient_program.py").write_text(program)
     session, group, own, nice = map(int, run_beside("a_patient_program").split())
@@ -100,7 +110,11 @@ def test_a_wait_says_what_for_and_a_signal_ends_it(folder, capsys):
 
 def test_a_line_is_shown_before_the_wait_that_it_announces():
     """Also in a file, as of Slurm."""
-    program = "import os; from shardwright.program.printing import log; log('exporting'); os._exit(0)"
+    program = (
+        "import os; from shardwright.program.printing import log; log('exporting'); os._exit(0)"
+    )
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    shown = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    ).stdout
     assert shown == "exporting\n"

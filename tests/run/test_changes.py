@@ -10,7 +10,10 @@ from tests.support.written_datasets import write
 
 pytestmark = pytest.mark.quick
 
-CHANGES = [{"step": 3, "training.seq_len": 32}, {"step": 6, "training.seq_len": 48, "training.batch_size": 4}]
+CHANGES = [
+    {"step": 3, "training.seq_len": 32},
+    {"step": 6, "training.seq_len": 48, "training.batch_size": 4},
+]
 
 
 def test_a_change_holds_from_its_step_on():

@@ -1,4 +1,7 @@
-"""Checkpoints: the format, meshes and several processes. What kills and damage do is in test_resuming.py."""
+"""Checkpoints: the format, meshes and several processes.
+
+What kills and damage do is in test_resuming.py.
+"""
 
 import hashlib
 import json
@@ -28,7 +31,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def make_mesh(d, t):
-    return jax.make_mesh((d, t), ("d", "t"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: d * t])
+    return jax.make_mesh(
+        (d, t), ("d", "t"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: d * t]
+    )
 
 
 SPECS = {
@@ -48,7 +53,11 @@ def make_state():
             "norm": rng.standard_normal(8).astype(np.float16),
         },
         "optimizer": (
-            {"step": np.int32(-7), "zeros": np.zeros(16, np.float32), "mask": rng.integers(0, 2, 8).astype(bool)},
+            {
+                "step": np.int32(-7),
+                "zeros": np.zeros(16, np.float32),
+                "mask": rng.integers(0, 2, 8).astype(bool),
+            },
             rng.integers(0, 2**32, (2, 8), dtype=np.uint32),
         ),
     }
@@ -66,7 +75,9 @@ NAMES = [
 
 
 def placed(mesh, state=None):
-    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), state or make_state(), SPECS)
+    return jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), state or make_state(), SPECS
+    )
 
 
 def like(mesh, state=None):
@@ -77,7 +88,9 @@ def like(mesh, state=None):
 
 
 def assert_bits_equal(state, expected):
-    for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True):
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True
+    ):
         x, y = np.asarray(x), np.asarray(y)
         assert x.dtype == y.dtype, path
         assert x.shape == y.shape, path
@@ -124,15 +137,22 @@ def test_bf16_is_kept_bit_for_bit_and_tensorstore_reads_it(tmp_path):
     """All 2**16 numbers. zarr-python has no bfloat16, and reads the other arrays."""
     numbers = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16).reshape(256, 256)
     sharding, other = (NamedSharding(make_mesh(*shape), P("t", "d")) for shape in ((4, 2), (1, 8)))
-    state = {"moments": jax.device_put(numbers, sharding), "weights": jax.device_put(np.ones((8, 8)), sharding)}
+    state = {
+        "moments": jax.device_put(numbers, sharding),
+        "weights": jax.device_put(np.ones((8, 8)), sharding),
+    }
     path = save(tmp_path, state=state)
 
     def struct(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=other)
 
-    assert_bits_equal(Checkpointer(tmp_path).restore(3, jax.tree.map(struct, state))["moments"], numbers)
+    assert_bits_equal(
+        Checkpointer(tmp_path).restore(3, jax.tree.map(struct, state))["moments"], numbers
+    )
     at = {"driver": "file", "path": str(path / "moments")}
-    assert_bits_equal(tensorstore.open({"driver": "zarr3", "kvstore": at}).result().read().result(), numbers)
+    assert_bits_equal(
+        tensorstore.open({"driver": "zarr3", "kvstore": at}).result().read().result(), numbers
+    )
     assert np.all(zarr.open_group(path, mode="r")["weights"][...] == 1)
 
 
@@ -157,7 +177,9 @@ def test_manifest(tmp_path):
             "shape": content["shape"],
             "dtype": content["data_type"],
             "chunk_shape": content["chunk_grid"]["configuration"]["chunk_shape"],
-            "crc32c": "".join(f"{google_crc32c.value(file.read_bytes()[:-4]):08x}" for file in files),
+            "crc32c": "".join(
+                f"{google_crc32c.value(file.read_bytes()[:-4]):08x}" for file in files
+            ),
         }
     kept = {key: value for key, value in manifest.items() if key != "sha256"}
     canonical = json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
@@ -168,7 +190,8 @@ def test_manifest(tmp_path):
 def test_saved_values_survive_donation(tmp_path):
     mesh = make_mesh(4, 2)
     clear = jax.jit(
-        lambda state: jax.tree.map(lambda x: x ^ True if x.dtype == bool else x * 3, state), donate_argnums=0
+        lambda state: jax.tree.map(lambda x: x ^ True if x.dtype == bool else x * 3, state),
+        donate_argnums=0,
     )
     with Checkpointer(tmp_path) as checkpointer, jax.set_mesh(mesh):
         for step in range(3):
@@ -192,18 +215,22 @@ def test_restored_arrays_can_be_donated(tmp_path):
             np.testing.assert_array_equal(shard.data, np.arange(4096.0) * factor)
 
 
-# ---- what is told --------------------------------------------------------------------------------------------------
+# ---- what is told --------------------------------------------------------------------------------
 
 
 def test_what_fills_the_disk_is_told_and_leaves_nothing_visible(tmp_path):
     sharding = NamedSharding(make_mesh(4, 2), P("d"))
-    state = {"small": jax.device_put(jnp.ones(8), sharding), "big": jax.device_put(jnp.ones(2**18), sharding)}
+    state = {
+        "small": jax.device_put(jnp.ones(8), sharding),
+        "big": jax.device_put(jnp.ones(2**18), sharding),
+    }
     checkpointer = Checkpointer(tmp_path)
     with files_of_at_most(2**16):
         checkpointer.save(2, state, {})
         with pytest.raises(
             OSError,
-            match=r"^File too large: .*/big/c/0\. The checkpoint .*0000000002 was not saved\. Earlier",
+            match=r"^File too large: .*/big/c/0\. The checkpoint .*0000000002 was not saved\. "
+            r"Earlier",
         ):
             checkpointer.save(3, state, {})
         checkpointer.wait()  # told once
@@ -215,7 +242,10 @@ def test_a_checkpoint_of_another_version_is_told(tmp_path, monkeypatch, version)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT_VERSION", version)
         save(tmp_path)
-    told = rf"version {version}; this program reads only version 3\. Restore it with the release that wrote it\."
+    told = (
+        rf"version {version}; this program reads only version 3\. Restore it with the release "
+        rf"that wrote it\."
+    )
     with pytest.raises(ValueError, match=told):
         Checkpointer(tmp_path).metadata(3)
 
@@ -235,12 +265,15 @@ def test_every_array_that_does_not_fit_is_named(tmp_path):
         "  weights/embed: checkpoint has 'float32[32, 16]', this run has 'float32[64, 16]'\n"
         "  weights/norm: checkpoint has 'float16[8]', this run has 'float32[8]'\n"
         "  weights/w_q: checkpoint has 'float32[3, 16, 5]', this run does not have it\n"
-        "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
+        "Run with the model and optimizer that wrote it, or start a new run from another "
+        "checkpoint."
     )
 
 
 def test_what_cannot_be_saved_is_named(tmp_path):
-    refused = pytest.raises(ValueError, match="cannot save 'w': its dtype is not one of bfloat16, bool")
+    refused = pytest.raises(
+        ValueError, match="cannot save 'w': its dtype is not one of bfloat16, bool"
+    )
     with Checkpointer(tmp_path) as checkpointer, refused:
         checkpointer.save(0, {"w": jnp.ones(3, jnp.float8_e5m2)}, {})
     assert list(tmp_path.iterdir()) == []
@@ -248,16 +281,25 @@ def test_what_cannot_be_saved_is_named(tmp_path):
 
 @pytest.mark.parametrize("order", [None, [2, 0, 1]])
 def test_an_array_of_small_shards_is_one_file(tmp_path, order):
-    """Also a stack of layers whose rows are in another order at rest, which are those of the layers on the disk."""
+    """Also a stack of layers whose rows are in another order at rest, which are those of the layers
+    on the disk.
+    """
     orders = {} if order is None else {"weights/w_q": np.array(order)}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(3, placed(make_mesh(4, 2)), {}, orders)
-    assert_bits_equal(Checkpointer(tmp_path).restore(3, like(make_mesh(2, 4)), orders), make_state())
+    assert_bits_equal(
+        Checkpointer(tmp_path).restore(3, like(make_mesh(2, 4)), orders), make_state()
+    )
     path = tmp_path / "0000000003"
-    chunks = [file for file in path.rglob("*") if file.is_file() and "c" in file.relative_to(path).parts]
+    chunks = [
+        file for file in path.rglob("*") if file.is_file() and "c" in file.relative_to(path).parts
+    ]
     assert len(chunks) == len(NAMES)
     rows = make_state()["weights"]["w_q"]
-    assert_bits_equal(zarr.open_array(path / "weights/w_q", mode="r")[...], rows[np.argsort(order)] if order else rows)
+    assert_bits_equal(
+        zarr.open_array(path / "weights/w_q", mode="r")[...],
+        rows[np.argsort(order)] if order else rows,
+    )
 
 
 def test_a_large_array_of_small_shards_is_not_gathered(tmp_path, monkeypatch):
@@ -270,19 +312,28 @@ def test_a_large_array_of_small_shards_is_not_gathered(tmp_path, monkeypatch):
 def test_large_shards_are_several_chunks(tmp_path, monkeypatch, each_shard_has_a_file):
     monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 500)
     path = save(tmp_path)
-    found = {name: array.chunks for name, array in zarr.open_group(path, mode="r")["weights"].arrays()}
+    found = {
+        name: array.chunks for name, array in zarr.open_group(path, mode="r")["weights"].arrays()
+    }
     assert found == {"w_q": (3, 2, 5), "embed": (16, 4), "norm": (4,)}
     monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 100)
     path = save(tmp_path, 4)
-    found = {name: array.chunks for name, array in zarr.open_group(path, mode="r")["weights"].arrays()}
+    found = {
+        name: array.chunks for name, array in zarr.open_group(path, mode="r")["weights"].arrays()
+    }
     assert found == {"w_q": (1, 2, 5), "embed": (4, 4), "norm": (4,)}
     assert_bits_equal(Checkpointer(tmp_path).restore(4, like(make_mesh(1, 8))), make_state())
 
 
 def test_a_process_syncs_what_it_wrote(tmp_path, monkeypatch):
-    """Each has one chunk, and asks the store for two files. The first also asks for one of each other process."""
+    """Each has one chunk, and asks the store for two files.
+
+    The first also asks for one of each other process.
+    """
     processes, synced, asked, at = 8, [], [], f"{tmp_path}/0000000001"
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    )
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     for name in ("read", "write", "write_chunk"):
         method = getattr(Store, name)
@@ -300,13 +351,23 @@ def test_a_process_syncs_what_it_wrote(tmp_path, monkeypatch):
         checkpointer._write(1, [(saved, {(i, 0): np.ones((1, 4), np.float32)})], {})
         if i:
             assert asked == ["0000000001", f"0000000001/.written-{i}"]
-            assert sorted(synced) == [str(tmp_path), at, f"{at}/a", f"{at}/a/x", f"{at}/a/x/c", f"{at}/a/x/c/{i}"]
-    assert len(asked) == 2 * (processes - 1) + 4  # a chunk, the zarr.json of array and group, and the manifest
+            assert sorted(synced) == [
+                str(tmp_path),
+                at,
+                f"{at}/a",
+                f"{at}/a/x",
+                f"{at}/a/x/c",
+                f"{at}/a/x/c/{i}",
+            ]
+    # a chunk, the zarr.json of array and group, and the manifest
+    assert len(asked) == 2 * (processes - 1) + 4
     assert checkpointer.verify(1) == []
 
 
 def run_processes(tmp_path, program):
-    """Runs a program in two JAX processes of 4 devices each; returns what each one printed, once both have ended."""
+    """Runs a program in two JAX processes of 4 devices each; returns what each one printed, once
+    both have ended.
+    """
     head = """
         import os, sys
         rank = int(sys.argv[1])
@@ -351,7 +412,9 @@ def test_the_chunks_of_a_shard_have_each_of_its_values_once(chunk, order):
     saved = checkpoint.SavedArray("x", x.shape, "int64", chunk)
     for bounds in (((0, 4), (0, 6)), ((4, 8), (2, 5))):
         shard = np.zeros([stop - start for start, stop in bounds], int)
-        for index, in_shard, in_chunk in checkpoint.chunks_of(saved, bounds, np.array(order) if order else None):
+        for index, in_shard, in_chunk in checkpoint.chunks_of(
+            saved, bounds, np.array(order) if order else None
+        ):
             assert not shard[in_shard].any()
             shard[in_shard] = x[saved.region(index)][in_chunk]
         wanted = np.concatenate([x, np.zeros((1, 6), int)])[list(rows)]
@@ -360,7 +423,9 @@ def test_the_chunks_of_a_shard_have_each_of_its_values_once(chunk, order):
 
 @pytest.mark.long
 def test_replicas_write_each_chunk_once(tmp_path):
-    """Two processes that have the same shards, of 12 arrays and a count: each writes half of the bytes."""
+    """Two processes that have the same shards, of 12 arrays and a count: each writes half of the
+    bytes.
+    """
     outputs = run_processes(
         tmp_path,
         """
@@ -472,12 +537,17 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
     )
     for i, output in enumerate(outputs):
         assert "restored 1234567 5" in output, output
-        begin, there, damage, other, lost, full = [line for line in output.splitlines() if line.startswith("told: ")]
+        begin, there, damage, other, lost, full = [
+            line for line in output.splitlines() if line.startswith("told: ")
+        ]
         assert begin.endswith("0001234568 was not saved. Earlier ones, if any, are unchanged.")
         assert "Input/output error" in begin[:200]
         assert f"ValueError {'process 0: ' * i}cannot save step 1234567: " in there
         assert "is not what was written: " in damage
-        assert f"process 1 has another checkpoint {tmp_path}/disk{i}/0000000007 than process 0" in other
+        assert (
+            f"process 1 has another checkpoint {tmp_path}/disk{i}/0000000007 than process 0"
+            in other
+        )
         assert ("KeyError 'a key'" if i else "LostError process 1: KeyError: 'a key'") in lost
         assert full.startswith("told: OSError File too large: ")
         assert "/x/c/" in full

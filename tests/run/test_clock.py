@@ -1,4 +1,6 @@
-"""training.minutes: when a run ends by the clock, the learning rate of its steps, and what a resumed run counts."""
+"""training.minutes: when a run ends by the clock, the learning rate of its steps, and what a
+resumed run counts.
+"""
 
 import dataclasses
 import json
@@ -31,7 +33,9 @@ def seconds(monkeypatch):
 def steps_of(
     watch: Stopwatch, seconds: list[float], each: float, work: float = 0.0, interval: int = 100
 ) -> list[float]:
-    """The clock of each step of a run of steps of `each` seconds, with `work` after every `interval` and the last."""
+    """The clock of each step of a run of steps of `each` seconds, with `work` after every
+    `interval` and the last.
+    """
     watch.begin()
     shares = []
     while not watch.is_over:
@@ -49,7 +53,8 @@ def steps_of(
     [
         (7.0, 0.0, 9, 8),  # a ninth would end after 63 s
         (7.0, 10.0, 2, 4),  # 28 s of steps and 20 of validations; two more and theirs are 72
-        (7.0, 10.0, 3, 5),  # 35 and 20, the second after the last step; a sixth step would end after 62
+        # 35 and 20, the second after the last step; a sixth step would end after 62
+        (7.0, 10.0, 3, 5),
         (1.0, 25.0, 2, 4),  # 4 and 50
         (1.0, 40.0, 60, 60),  # a validation that was never measured is not expected
     ],
@@ -104,7 +109,17 @@ def decay_of(settings: dict, peak: float):
 def test_the_decay_follows_the_clock_and_the_warmup_the_steps(name):
     c = tiny.optimizer(learning_rate=0.02, **SCHEDULES[name])
     decay = decay_of(SCHEDULES[name], 0.02)
-    for step, share in ((0, 0.0), (1, 0.9), (3, 0.0), (3, 0.3), (5, 0.5), (7, 0.8), (10_000, 0.8), (9, 1.0), (9, 1.2)):
+    for step, share in (
+        (0, 0.0),
+        (1, 0.9),
+        (3, 0.0),
+        (3, 0.3),
+        (5, 0.5),
+        (7, 0.8),
+        (10_000, 0.8),
+        (9, 1.0),
+        (9, 1.2),
+    ):
         expected = step / 3 * 0.02 if step < 3 else decay(min(share, 1.0))
         found = train.rates.learning_rate(np.int32(step), c, np.float32(share * END))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
@@ -130,11 +145,14 @@ def test_a_step_that_takes_no_position_is_refused():
 
     spec = dataclasses.replace(train.SPEC, make_training_step=make_training_step)
     step = trace_step(c, model, tiny.mesh("d=4 t=2"), spec=spec)
-    with pytest.raises(ValueError, match=r"training.minutes is 5.0, .* takes no schedule_step: add this last argument"):
+    with pytest.raises(
+        ValueError,
+        match=r"training.minutes is 5.0, .* takes no schedule_step: add this last argument",
+    ):
         step.traced  # noqa: B018
 
 
-# ---- runs -----------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 def run(directory: Path, minutes: float, **changes) -> list[dict]:
@@ -142,7 +160,9 @@ def run(directory: Path, minutes: float, **changes) -> list[dict]:
     c = tiny.config(tiny.model(vocab=1280, layers=1))
     c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
     c.mesh.d, c.mesh.t = 4, 2  # on which a replay runs
-    c.training = dataclasses.replace(c.training, steps=None, minutes=minutes, eval_batches=0, **changes)
+    c.training = dataclasses.replace(
+        c.training, steps=None, minutes=minutes, eval_batches=0, **changes
+    )
     directory.mkdir(exist_ok=True)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         train.train(c, load_model(c.model), directory)
@@ -151,7 +171,10 @@ def run(directory: Path, minutes: float, **changes) -> list[dict]:
 
 @pytest.mark.long
 def test_a_run_of_minutes_ends_resumes_and_is_replayed(tmp_path, monkeypatch, capsys):
-    """Each reading of the clock is a step of 2 s later. The first start's time counts when the second has more."""
+    """Each reading of the clock is a step of 2 s later.
+
+    The first start's time counts when the second has more.
+    """
     readings = iter(range(0, 10**6, 2))
     monkeypatch.setattr(metrics.RunLog, "seconds_of", lambda log, steps: 2.0 * steps)
     monkeypatch.setattr(clock, "_now", lambda: next(readings))
@@ -165,8 +188,9 @@ def test_a_run_of_minutes_ends_resumes_and_is_replayed(tmp_path, monkeypatch, ca
 
     run(tmp_path / "run", 0.4)
     done = len(steps)
-    assert f"{done} of {done} steps are done already. To continue, train for longer (training.minutes)" in (
-        capsys.readouterr().out
+    assert (
+        f"{done} of {done} steps are done already. To continue, train for longer (training.minutes)"
+        in (capsys.readouterr().out)
     )
 
     lines = run(tmp_path / "run", 0.8, checkpoint_interval=3)

@@ -73,7 +73,9 @@ def test_the_text_is_kept_and_drawn(tmp_path):
     assert table["source"][row["line"]] == 'return jax.lax.psum(jnp.tanh(x @ w), "d")'
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library keeps nothing")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library keeps nothing"
+)
 def test_memory_that_glibc_keeps_is_given_back():
     malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
     malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -91,8 +93,15 @@ def test_memory_that_glibc_keeps_is_given_back():
 
 def test_texts_and_pictures_of_earlier_starts_are_removed(tmp_path):
     mesh, lowered = lower()
-    earlier = [f"training_step_optimized_hlo_2020_01_01_00_00_00{suffix}" for suffix in (".txt", ".json", ".svg")]
-    others = {"training_step_optimized_hlo_mine.txt", "metrics.jsonl", "notes_2001_01_01_00_00_00.txt"}
+    earlier = [
+        f"training_step_optimized_hlo_2020_01_01_00_00_00{suffix}"
+        for suffix in (".txt", ".json", ".svg")
+    ]
+    others = {
+        "training_step_optimized_hlo_mine.txt",
+        "metrics.jsonl",
+        "notes_2001_01_01_00_00_00.txt",
+    }
     for file in [*others, *earlier]:
         (tmp_path / file).write_text("")
     with jax.set_mesh(mesh):
@@ -108,7 +117,8 @@ def test_a_text_that_cannot_be_written_is_told_and_the_step_compiles(tmp_path, c
     assert text is None
     assert compiled.as_text()
     assert re.fullmatch(
-        r"HLO text: none, .*\.txt cannot be written: (File exists|Not a directory)\n", capsys.readouterr().out
+        r"HLO text: none, .*\.txt cannot be written: (File exists|Not a directory)\n",
+        capsys.readouterr().out,
     )
 
 
@@ -116,7 +126,8 @@ def test_a_text_that_cannot_be_drawn_is_told_in_a_line(tmp_path, monkeypatch):
     text = tmp_path / "hlo.txt"
     text.write_text("no program")
     assert draw_step(text) == (
-        f"picture    none, {text} cannot be drawn: ValueError: this is not the text of an HLO program: no line "
+        f"picture    none, {text} cannot be drawn: ValueError: this is not the text of an HLO "
+        "program: no line "
         'begins with "HloModule".'
     )
     monkeypatch.setattr(background, "TIMEOUT_S", 0.01)
@@ -148,11 +159,17 @@ print(len(hits), sorted(lines & {11, 12}), jax.config.jax_compilation_cache_incl
 def test_a_step_from_the_cache_has_the_lines_of_now(tmp_path):
     """The same program twice, then with a comment above the step."""
     program, found = tmp_path / "program.py", []
-    env = without_cache() | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
+    env = without_cache() | {
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": xla_flags(1),
+        "JAX_PLATFORMS": "cpu",
+    }
     for i, text in enumerate((STEP, STEP, STEP.replace("def step", "# a comment\\ndef step"))):
         program.write_text(text.replace("\\n", "\n") if i == 2 else text)
         command = [sys.executable, program, tmp_path / "cache", tmp_path / f"run{i}"]
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=env, cwd=ROOT, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         found.append(done.stdout.strip())
     assert found == ["0 [11] False", "1 [11] False", "0 [12] False"]

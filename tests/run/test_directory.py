@@ -1,4 +1,6 @@
-"""The directory of a run: one run in it, tried before the first step, and nothing left of a start that was refused."""
+"""The directory of a run: one run in it, tried before the first step, and nothing left of a start
+that was refused.
+"""
 
 import contextlib
 import fcntl
@@ -19,7 +21,7 @@ from shardwright.program.resume import checkpoints_of
 quick = pytest.mark.quick
 
 
-# ---- the place --------------------------------------------------------------------------------------------------
+# ---- the place -----------------------------------------------------------------------------------
 
 
 @quick
@@ -30,7 +32,11 @@ quick = pytest.mark.quick
         ("runs", "back\\slash", "paths.model_name is 'back"),
         ("", "x", "paths.root_working_dir is ''; give a directory"),
         ("runs", "a\u202eb", r"paths.model_name is 'a\u202eb'; give a directory"),
-        ("runs", "../x", "paths.model_name is '../x', which is not a directory inside paths.root_working_dir"),
+        (
+            "runs",
+            "../x",
+            "paths.model_name is '../x', which is not a directory inside paths.root_working_dir",
+        ),
         ("runs", "a/../..", "is not a directory inside"),
         ("runs", "sweep/init_from-../../a", "is not a directory inside"),
         ("runs", ".", "is not a directory inside"),
@@ -61,7 +67,7 @@ def test_places(tmp_path, monkeypatch):
         assert str(place(root, name)) == found
 
 
-# ---- the lock ---------------------------------------------------------------------------------------------------
+# ---- the lock ------------------------------------------------------------------------------------
 
 
 @quick
@@ -74,7 +80,8 @@ def test_places(tmp_path, monkeypatch):
 )
 def test_a_directory_is_of_one_process(tmp_path, text, who):
     with open(tmp_path / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # by another description of the file, as another process has it
+        # by another description of the file, as another process has it
+        fcntl.flock(file, fcntl.LOCK_EX)
         file.write(text)
         file.flush()
         message = f"{tmp_path} is in use by {who}. Wait for that run, end it, or start"
@@ -82,7 +89,10 @@ def test_a_directory_is_of_one_process(tmp_path, text, who):
             pass
     with locked(tmp_path):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
-        with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on "), locked(tmp_path):
+        with (
+            pytest.raises(ValueError, match=f"in use by process {os.getpid()} on "),
+            locked(tmp_path),
+        ):
             pass
     assert (tmp_path / ".lock").read_text() == ""
 
@@ -94,22 +104,33 @@ def test_without_locks_a_line_says_so(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with locked(tmp_path):
-        assert "lock       none on this file system (Function not implemented)" in capsys.readouterr().out
+        assert (
+            "lock       none on this file system (Function not implemented)"
+            in capsys.readouterr().out
+        )
 
 
-# ---- what a start finds and leaves ------------------------------------------------------------------------------
+# ---- what a start finds and leaves ---------------------------------------------------------------
 
 
 @quick
 def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path):
-    kept = ["metrics.jsonl", "notes.txt", "checkpoints/0000000010.tmp/x", "training_step_optimized_hlo_1.dot", ".lock"]
+    kept = [
+        "metrics.jsonl",
+        "notes.txt",
+        "checkpoints/0000000010.tmp/x",
+        "training_step_optimized_hlo_1.dot",
+        ".lock",
+    ]
     left = ["metrics.jsonl.tmp", "samples.jsonl.tmp", "training_step_optimized_hlo_1.dot.tmp"]
     left += ["training_step_optimized_hlo_1.svg.tmp", "trace.tmp/plugins/profile/1/a.xplane.pb"]
     for name in (*kept, *left):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).touch()
     with run_directory(str(tmp_path), "run", "demo") as (_, directory):
-        files = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+        files = {
+            str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
+        }
         assert files == {*kept}
 
 
@@ -147,7 +168,9 @@ def test_what_is_of_others_or_of_a_step_stays(tmp_path):
     start(tmp_path, "saved", *WRITTEN, "checkpoints/0000000001/zarr.json")
     assert (tmp_path / "saved" / "config.yaml").is_file()
     with refused(tmp_path, "begun") as directory:
-        (directory / "metrics.jsonl").write_text('{"step": 0, "event": "sample"}\n{"step": 0, "loss": 1}\n')
+        (directory / "metrics.jsonl").write_text(
+            '{"step": 0, "event": "sample"}\n{"step": 0, "loss": 1}\n'
+        )
     assert (tmp_path / "begun" / "metrics.jsonl").is_file()
 
 
@@ -161,7 +184,10 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_comput
         (tmp_path, "x" * 300, "cannot be written: File name too long. Check"),
         (Path("/proc"), "x", "/proc/x cannot be written: No such file or directory. Check"),
     ]:
-        with pytest.raises(ValueError, match=re.escape(message)) as error, run_directory(str(root), name, "demo"):
+        with (
+            pytest.raises(ValueError, match=re.escape(message)) as error,
+            run_directory(str(root), name, "demo"),
+        ):
             pass
         assert "\n" not in str(error.value)
 
@@ -170,7 +196,9 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_comput
 def test_hosts_without_a_common_file_system_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with (
-        pytest.raises(ValueError, match=r"process 1 on .* does not see .*/\.lock, which process 0 made"),
+        pytest.raises(
+            ValueError, match=r"process 1 on .* does not see .*/\.lock, which process 0 made"
+        ),
         run_directory(str(tmp_path), "run", "demo"),
     ):
         pass
@@ -178,14 +206,17 @@ def test_hosts_without_a_common_file_system_are_told(tmp_path, monkeypatch):
         assert not list(tmp_path.iterdir())
 
 
-# ---- what a run can do without ----------------------------------------------------------------------------------
+# ---- what a run can do without -------------------------------------------------------------------
 
 
 @quick
 def test_what_is_optional_is_told_in_a_line(capsys):
     with best_effort("config.yaml"), open("/dev/full", "w") as file:
         file.write("x" * 10**6)
-    expected = "WARNING: config.yaml cannot be written: No space left on device; training continues without it\n"
+    expected = (
+        "WARNING: config.yaml cannot be written: No space left on device; training "
+        "continues without it\n"
+    )
     assert capsys.readouterr().out == expected
 
 
@@ -193,5 +224,8 @@ def test_a_renamed_run_does_not_begin_again_where_its_checkpoints_are_not(tmp_pa
     (tmp_path / "config.yaml").write_text("paths: {checkpoints: s3://x/runs, model_name: old}")
     paths = functools.partial(PathsConfig, checkpoints="s3://x/runs")
     assert checkpoints_of(tmp_path, paths(model_name="./old")) == "s3://x/runs/old/checkpoints"
-    with pytest.raises(ValueError, match=r"are in \S*/old/checkpoints, not in \S*/new/checkpoints\. Give .*=old, or"):
+    with pytest.raises(
+        ValueError,
+        match=r"are in \S*/old/checkpoints, not in \S*/new/checkpoints\. Give .*=old, or",
+    ):
         checkpoints_of(tmp_path, paths(model_name="new"))

@@ -51,23 +51,39 @@ def test_no_bits_where_a_process_does_not_know_the_bytes(monkeypatch):
 
 
 SEQ_LEN = 16
-TEXTS = {"web": ["w" * n for n in (3, 40, 1, 16, 15, 17, 9)], "books": ["b" * n for n in (30, 2, 31, 5, 11)] * 4}
+TEXTS = {
+    "web": ["w" * n for n in (3, 40, 1, 16, 15, 17, 9)],
+    "books": ["b" * n for n in (30, 2, 31, 5, 11)] * 4,
+}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Each kind of data with TEXTS of `web`, in both kinds of sequences, and a mixture with those of `books`."""
+    """Each kind of data with TEXTS of `web`, in both kinds of sequences, and a mixture with those
+    of `books`.
+    """
     root = tmp_path_factory.mktemp("data")
     for name, texts in TEXTS.items():
         for of in ("train", "validation"):
             with Writer(str(root / name), of) as writer:
-                writer.append(np.concatenate([ids_of(text) for text in texts]), np.array([*map(len, texts)]))
+                writer.append(
+                    np.concatenate([ids_of(text) for text in texts]), np.array([*map(len, texts)])
+                )
     files = {name: str(root / f"{name}.jsonl") for name in TEXTS}
     for name, texts in TEXTS.items():
         Path(files[name]).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    stream = StreamConfig(train_files=[files["books"]], validation_files=[files["web"]], shuffle_block=3)
-    mixture = {name: SourceConfig(str(root / name), weight) for name, weight in {"web": 9, "books": 1}.items()}
-    kinds = {"dataset": {"filespec": str(root / "web")}, "stream": {"stream": stream}, "mixture": {"mixture": mixture}}
+    stream = StreamConfig(
+        train_files=[files["books"]], validation_files=[files["web"]], shuffle_block=3
+    )
+    mixture = {
+        name: SourceConfig(str(root / name), weight)
+        for name, weight in {"web": 9, "books": 1}.items()
+    }
+    kinds = {
+        "dataset": {"filespec": str(root / "web")},
+        "stream": {"stream": stream},
+        "mixture": {"mixture": mixture},
+    }
     return {
         (kind, packing): DataConfig(**settings, sequence_packing=packing)
         for kind, settings in kinds.items()
@@ -83,7 +99,11 @@ def sequences_of(texts, packing):
     """The ids of each sequence, cut by hand."""
     ids = [ids_of(text) for text in texts]
     whole = np.concatenate(ids)
-    return np.split(whole, range(SEQ_LEN, whole.size, SEQ_LEN)) if packing else [x[:SEQ_LEN] for x in ids]
+    return (
+        np.split(whole, range(SEQ_LEN, whole.size, SEQ_LEN))
+        if packing
+        else [x[:SEQ_LEN] for x in ids]
+    )
 
 
 def mean_squares(batch):
@@ -99,9 +119,16 @@ def test_each_target_counts_once_at_any_batch_size(data, kind, packing):
     sequences = [ids for name in names for ids in sequences_of(TEXTS[name], packing)]
     ids = np.concatenate(sequences)
     checksums = set()
-    for batch, microbatches, mesh in ((1, 1, "one device"), (3, 1, "d=8"), (8, 2, "d=2 t=2"), (64, 4, "r=2 d=2 t=2")):
+    for batch, microbatches, mesh in (
+        (1, 1, "one device"),
+        (3, 1, "d=8"),
+        (8, 2, "d=2 t=2"),
+        (64, 4, "r=2 d=2 t=2"),
+    ):
         with jax.set_mesh(tiny.mesh(mesh)):
-            loader = make_loader(data[kind, packing], "validation", batch, SEQ_LEN, microbatches=microbatches)
+            loader = make_loader(
+                data[kind, packing], "validation", batch, SEQ_LEN, microbatches=microbatches
+            )
         for _ in range(2):  # a stream is read again
             found = evaluate(lambda _, batch: mean_squares(batch), None, loader, 10**6)
             assert found["targets"] == ids.size
@@ -110,15 +137,22 @@ def test_each_target_counts_once_at_any_batch_size(data, kind, packing):
         if kind != "mixture":
             found = evaluate(lambda _, batch: mean_squares(batch), None, loader, 2)
             first = np.concatenate(sequences[: 2 * batch])
-            assert (found["targets"], found["loss"]) == (first.size, pytest.approx(np.mean(np.float64(first) ** 2)))
+            assert (found["targets"], found["loss"]) == (
+                first.size,
+                pytest.approx(np.mean(np.float64(first) ** 2)),
+            )
             assert (found["checksum"] in checksums) == (2 * batch >= len(sequences))
     assert len(checksums) == 1
 
 
 @pytest.mark.quick
 def test_sources_of_a_mixture_keep_their_shares_until_they_end(data):
-    """Sequences of `web` come as in training until there are no more; none of `books` is left out."""
-    once, training = (make_loader(data["mixture", False], of, 1, SEQ_LEN) for of in ("validation", "train"))
+    """Sequences of `web` come as in training until there are no more; none of `books` is left
+    out.
+    """
+    once, training = (
+        make_loader(data["mixture", False], of, 1, SEQ_LEN) for of in ("validation", "train")
+    )
     count = sum(map(len, TEXTS.values()))
     found = [once.locate(step, np.arange(1))[0] for step in range(count)]
     repeated = [training.locate(step, np.arange(1))[0] for step in range(1000)]
@@ -130,7 +164,9 @@ def test_sources_of_a_mixture_keep_their_shares_until_they_end(data):
 
 @pytest.mark.long
 def test_the_loss_of_a_step_is_the_mean_over_all_tokens(data):
-    """By the model, on meshes and at batch sizes that the split does not fill, against one batch of all sequences."""
+    """By the model, on meshes and at batch sizes that the split does not fill, against one batch of
+    all sequences.
+    """
     c = tiny.config(tiny.model(vocab=320, layers=1))
     found = {}
     for batch, mesh in ((7, "one device"), (4, "one device"), (8, "d=4 t=2"), (16, "r=2 d=2 t=2")):
@@ -147,11 +183,15 @@ def test_the_loss_of_a_step_is_the_mean_over_all_tokens(data):
 @pytest.mark.quick
 @pytest.mark.parametrize(("epochs", "expected"), [(1.0, [3, 5, 8]), (0.5, [2, 3, 4, 5, 7, 8, 9])])
 def test_a_validation_is_due_where_an_epoch_ends(epochs, expected):
-    """20 sequences in an epoch, 8 in a step: step 5 ends the second epoch with its last sequence."""
+    """20 sequences in an epoch, 8 in a step: step 5 ends the second epoch with its last
+    sequence.
+    """
 
     def is_due(done):
         loader = types.SimpleNamespace(epochs_before=lambda step: Fraction(8 * step, 20))
-        at = types.SimpleNamespace(done=done, is_over=False, loader=loader, batch_of=lambda step: step)
+        at = types.SimpleNamespace(
+            done=done, is_over=False, loader=loader, batch_of=lambda step: step
+        )
         return Run.due(at, None, epochs)
 
     assert [done for done in range(1, 10) if is_due(done)] == expected
@@ -160,6 +200,7 @@ def test_a_validation_is_due_where_an_epoch_ends(epochs, expected):
 @pytest.mark.quick
 def test_a_validation_without_targets_is_refused():
     with pytest.raises(
-        ValueError, match=r"first 2 validation batches have no target\. Check that data\.loss_mask names"
+        ValueError,
+        match=r"first 2 validation batches have no target\. Check that data\.loss_mask names",
     ):
         evaluate(lambda weights, step: (0.0, 0), None, split(), 2)

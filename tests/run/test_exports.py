@@ -1,4 +1,6 @@
-"""training.export_interval: when a run exports, what it gives the exporter, and what a failure does."""
+"""training.export_interval: when a run exports, what it gives the exporter, and what a failure
+does.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -28,7 +30,9 @@ __all__ = ["exact"]
 def exported(monkeypatch, directory, run_beside, steps):
     """The events of a run that exports the checkpoints of these steps, one after another."""
     events = []
-    log: Any = SimpleNamespace(add_event=lambda step, event, values: events.append((step + 1, event, values)))
+    log: Any = SimpleNamespace(
+        add_event=lambda step, event, values: events.append((step + 1, event, values))
+    )
     monkeypatch.setattr(export, "run_beside", run_beside)
     made = export.Exports(directory, log)
     for step in steps:
@@ -49,7 +53,10 @@ def test_a_failed_export_is_a_warning_and_an_event(tmp_path, monkeypatch, capsys
         (1, "export_failed", {"why": "no such model."}),
         (2, "export", {"path": str(tmp_path / "exports/0000000002")}),
     ]
-    assert "WARNING    no export of step 1: no such model. Training continues." in capsys.readouterr().out
+    assert (
+        "WARNING    no export of step 1: no such model. Training continues."
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.quick
@@ -69,7 +76,9 @@ def test_exports_wait_for_their_checkpoint_and_for_each_other(tmp_path, monkeypa
 
 @pytest.mark.quick
 def test_no_export_is_made_once_they_are_stopped(tmp_path, monkeypatch):
-    """After an error in the step a process would else stay for hours, until all exports are made."""
+    """After an error in the step a process would else stay for hours, until all exports are
+    made.
+    """
     made, began = [], threading.Event()
 
     def slow(module, run, *_, **options):
@@ -91,13 +100,19 @@ def test_no_export_is_made_once_they_are_stopped(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_a_run_exports_what_transformers_opens(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="exports are opened with transformers")
+    transformers = pytest.importorskip(
+        "transformers", reason="exports are opened with transformers"
+    )
     importlib.import_module("torch")
-    c = tiny.config(tiny.model(vocab=1280, layers=1), checkpoint_interval=3, export_interval=2, eval_batches=0)
+    c = tiny.config(
+        tiny.model(vocab=1280, layers=1), checkpoint_interval=3, export_interval=2, eval_batches=0
+    )
     c.data.filespec, c.training = "synthetic_dataset.zarr", dataclasses.replace(c.training, steps=5)
     with jax.set_mesh(tiny.mesh("d=8")):
         train.train(c, load_model(c.model), tmp_path / "run")
-    assert sorted(path.name for path in (tmp_path / "run/exports").iterdir()) == [f"{n:010}" for n in (2, 4, 5)]
+    assert sorted(path.name for path in (tmp_path / "run/exports").iterdir()) == [
+        f"{n:010}" for n in (2, 4, 5)
+    ]
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("0*"))[-1] == f"{5:010}"
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/exports/0000000004")
     assert model.config.shardwright["step"] == 4
@@ -151,7 +166,9 @@ def test_a_signal_stops_an_export_and_a_resume_makes_it(tmp_path, monkeypatch, c
     begun = time.monotonic()
     assert trained(c, tmp_path) == "SIGTERM"
     assert time.monotonic() - begun < 60
-    assert "SIGTERM: no exports of the steps [2] yet. Resuming makes them." in capsys.readouterr().out
+    assert (
+        "SIGTERM: no exports of the steps [2] yet. Resuming makes them." in capsys.readouterr().out
+    )
     monkeypatch.setattr(export, "run_beside", makes)
     assert trained(c, tmp_path) is None
     assert [path.name for path in tmp_path.glob("exports/*")] == [f"{2:010}"]
@@ -162,6 +179,9 @@ def test_exports_of_steps_that_are_redone_are_set_aside(tmp_path, capsys):
     for step in (5, 10, 15):
         (tmp_path / f"exports/{step:010}").mkdir(parents=True)
     export.Exports(tmp_path, log).set_aside(10)
-    assert sorted(path.name for path in (tmp_path / "exports").glob("0*")) == ["0000000005", "0000000010"]
+    assert sorted(path.name for path in (tmp_path / "exports").glob("0*")) == [
+        "0000000005",
+        "0000000010",
+    ]
     assert [path.name for path in (tmp_path / "exports/set_aside").glob("*/*")] == ["0000000015"]
     assert "the exports of the steps [15] are moved to" in capsys.readouterr().out

@@ -20,7 +20,9 @@ from tests.support.shipped import load
 ROOT = Path(__file__).parents[2]
 # Llama-2-7B, from its published config.
 LAYERS, HEADS, HEAD_DIM, D_MODEL, D_FF, VOCAB = 32, 32, 128, 4096, 11008, 32000
-PARAMETERS = LAYERS * (4 * D_MODEL**2 + 3 * D_MODEL * D_FF + 2 * D_MODEL) + 2 * VOCAB * D_MODEL + D_MODEL
+PARAMETERS = (
+    LAYERS * (4 * D_MODEL**2 + 3 * D_MODEL * D_FF + 2 * D_MODEL) + 2 * VOCAB * D_MODEL + D_MODEL
+)
 
 
 def llama_flops(tied=False):
@@ -46,12 +48,15 @@ def test_a_tied_table_is_counted_as_the_output_matrix():
 
 
 def test_xla_counts_the_same_matrix_products():
-    # One forward and backward of a matrix product on T tokens is 6 FLOPs a parameter and token, as XLA counts them.
+    # One forward and backward of a matrix product on T tokens is 6 FLOPs a parameter and token, as
+    # XLA counts them.
     tokens, rows, columns = 64, 128, 256
     w, x = jnp.ones((rows, columns)), jnp.ones((tokens, rows))
     step = jax.jit(jax.grad(lambda w, x: jnp.sum((x @ w) ** 2), argnums=(0, 1)))
     counted = step.lower(w, x).compile().cost_analysis()["flops"]
-    flops = flops_of_model([of_kind("matrix", w.size)], SimpleNamespace(layers=0, heads=0, d_head=0), 0)
+    flops = flops_of_model(
+        [of_kind("matrix", w.size)], SimpleNamespace(layers=0, heads=0, d_head=0), 0
+    )
     assert counted == pytest.approx(tokens * flops, rel=0.02)
 
 
@@ -67,7 +72,9 @@ GPT_OSS_20B = moe.ModelConfig(
 
 @pytest.mark.parametrize(("c", "full", "ratio"), [(GEMMA3_1B, 4, 1.62), (GPT_OSS_20B, 12, 1.31)])
 def test_windows_leave_pairs_out(c, full, ratio):
-    """From the published configurations, at 32k: the causal pairs of all layers, over those that are attended."""
+    """From the published configurations, at 32k: the causal pairs of all layers, over those that
+    are attended.
+    """
     length, active = 32768, 4 if hasattr(c, "experts") else 1
     layer = 2 * c.d_model * c.d_head * (c.heads + c.n_kv) + active * 3 * c.d_model * c.d_ff
     layer += c.d_model * c.experts if hasattr(c, "experts") else 0
@@ -116,7 +123,8 @@ def test_an_unknown_device_is_measured_and_the_source_says_so(monkeypatch):
     peak = peak_flops([FakeDevice("a new GPU")] * 4, jnp.float32)
     assert peak.total == 4e12
     assert (
-        "4 x 1 TFLOP/s, measured here: the best of several 8192 x 8192 float32 matmuls on this a new GPU" in peak.source
+        "4 x 1 TFLOP/s, measured here: the best of several 8192 x 8192 float32 matmuls on this a "
+        "new GPU" in peak.source
     )
 
 
@@ -131,11 +139,18 @@ def test_unlike_devices_are_rejected():
 
 
 def test_of_experts_those_of_a_token_count():
-    """Published: 1.3 of 6.9 billion parameters of OLMoE-1B-7B, 3.3 of 30.5 of Qwen3-30B-A3B, both tables counted."""
-    for name, whole, active in (("c4_h100x64_olmoe", 6.9e9, 1.28e9), ("c4_h100x64_qwen30b", 30.5e9, 3.35e9)):
+    """Published: 1.3 of 6.9 billion parameters of OLMoE-1B-7B, 3.3 of 30.5 of Qwen3-30B-A3B, both
+    tables counted.
+    """
+    for name, whole, active in (
+        ("c4_h100x64_olmoe", 6.9e9, 1.28e9),
+        ("c4_h100x64_qwen30b", 30.5e9, 3.35e9),
+    ):
         c = load(name).model
         table = load_model(c).table
-        assert sum(weight.size for weight in jax.tree.leaves(shapes_of(table))) == pytest.approx(whole, rel=0.01)
+        assert sum(weight.size for weight in jax.tree.leaves(shapes_of(table))) == pytest.approx(
+            whole, rel=0.01
+        )
         tables = c.vocab * c.d_model  # of the two, one is looked up in
         assert flops_of_model(table, c, 0) / 6 + tables == pytest.approx(active, rel=0.01)
 
@@ -149,12 +164,16 @@ def products_in(jaxpr) -> int:
             x, out = eqn.invars[0].aval, eqn.outvars[0].aval
             found += 2 * out.size * math.prod(x.shape[i] for i in contracted)
         turns = eqn.params.get("length", 1)
-        found += sum(turns * products_in(x.jaxpr) for x in eqn.params.values() if hasattr(x, "jaxpr"))
+        found += sum(
+            turns * products_in(x.jaxpr) for x in eqn.params.values() if hasattr(x, "jaxpr")
+        )
     return found
 
 
 def test_the_matrices_of_delta_nets_count():
-    """Matmuls of the traced delta rule whose FLOPs grow with both sizes of a matrix: 1.5% of Qwen3-Next."""
+    """Matmuls of the traced delta rule whose FLOPs grow with both sizes of a matrix: 1.5% of
+    Qwen3-Next.
+    """
     c = delta.ModelConfig(**OmegaConf.load(ROOT / "configs/model/moe_qwen3_next_80b_a3b.yaml"))
     length = 4
 
@@ -169,4 +188,6 @@ def test_the_matrices_of_delta_nets_count():
 
     squared = (of_rule(2) - 2 * of_rule(1)) / 2  # of ax + bx²: 2ax + 4bx² - 2(ax + bx²) = 2bx²
     assert c.state_flops == c.layers * c.deltas * squared / length
-    assert 3 * c.state_flops / flops_of_model(load_model(c).table, c, 0) == pytest.approx(0.0156, abs=0.0001)
+    assert 3 * c.state_flops / flops_of_model(load_model(c).table, c, 0) == pytest.approx(
+        0.0156, abs=0.0001
+    )

@@ -1,4 +1,6 @@
-"""The launch files: they are well-formed, and what they tell the program composes with its configurations."""
+"""The launch files: they are well-formed, and what they tell the program composes with its
+configurations.
+"""
 
 import os
 import re
@@ -27,14 +29,20 @@ pytestmark = pytest.mark.quick
 def composed(arguments: list[str]) -> Config:
     """The configuration that these arguments of the program give."""
     register_schema()
-    (name,) = (text.removeprefix("--config-name=") for text in arguments if text.startswith("--config-name="))
+    (name,) = (
+        text.removeprefix("--config-name=")
+        for text in arguments
+        if text.startswith("--config-name=")
+    )
     overrides = [argument for argument in arguments if not argument.startswith("--")]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return to_config(compose(name, overrides=overrides))
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of the commands in comments that start with `#   `, lines that end in a backslash joined."""
+    """The words of the commands in comments that start with `#   `, lines that end in a backslash
+    joined.
+    """
     joined = re.sub(r"\\\n# *", "", text)
     return [shlex.split(line[1:]) for line in joined.splitlines() if line.startswith("#   ")]
 
@@ -49,30 +57,57 @@ def test_slurm_script():
     directives = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
     assert (int(directives["nodes"]), directives["ntasks-per-node"]) == (c.distributed.count, "1")
     assert f"--nodes={c.distributed.count}" in command
-    assert re.fullmatch(r"TERM@\d+", directives["signal"])  # the signal that saves; without B:, to the processes
+    # the signal that saves; without B:, to the processes
+    assert re.fullmatch(r"TERM@\d+", directives["signal"])
     # Options of sbatch, with values as it reads them.
     counts = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem")
     assert all(directives.pop(name).isdecimal() for name in counts)
     assert re.fullmatch(r"(\d+-)?\d+:\d\d:\d\d", directives.pop("time"))
-    assert directives.keys() == {"job-name", "exclusive", "output", "open-mode", "signal", "requeue"}
+    assert directives.keys() == {
+        "job-name",
+        "exclusive",
+        "output",
+        "open-mode",
+        "signal",
+        "requeue",
+    }
     assert '-m shardwright train "$@"' in text
 
 
 def test_slurm_script_takes_options_of_srun_and_the_python_at_hand(tmp_path):
     """Such as those of a container, in which there is no .venv."""
-    for name, body in (("srun", 'printf "%s\\n" "$@"; exit 1'), ("python", "exit 0"), ("scontrol", "true")):
+    for name, body in (
+        ("srun", 'printf "%s\\n" "$@"; exit 1'),
+        ("python", "exit 0"),
+        ("scontrol", "true"),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "7",
+    }
     env |= {"SRUN_OPTIONS": "--container-image=x --container-mounts=/a"}
-    words = subprocess.run(["bash", str(SLURM), "a=1"], env=env, capture_output=True, text=True).stdout.splitlines()
+    words = subprocess.run(
+        ["bash", str(SLURM), "a=1"], env=env, capture_output=True, text=True
+    ).stdout.splitlines()
     assert words[4:6] == ["--container-image=x", "--container-mounts=/a"]
-    assert words[words.index("python") :][:6] == ["python", "-u", "-m", "shardwright", "train", "a=1"]
+    assert words[words.index("python") :][:6] == [
+        "python",
+        "-u",
+        "-m",
+        "shardwright",
+        "train",
+        "a=1",
+    ]
 
 
 TABLE = {
     int(code): what.startswith("start again")
-    for code, what in re.findall(r"^\| (\d+) (?:\(\w+\) )?\|.*\| ([\w ,]+) \|$", PAGE.read_text(), re.MULTILINE)
+    for code, what in re.findall(
+        r"^\| (\d+) (?:\(\w+\) )?\|.*\| ([\w ,]+) \|$", PAGE.read_text(), re.MULTILINE
+    )
 }
 """Of docs/multi-host.md: by exit code, whether the run is started again."""
 
@@ -86,11 +121,18 @@ def test_the_table_has_the_codes_of_the_program():
 @pytest.mark.parametrize("code", TABLE)
 def test_slurm_script_starts_again_as_the_table_says(code, tmp_path):
     """With programs in place of srun, which is one process here, of scontrol and of Python."""
-    bodies = {"srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"', "scontrol": 'echo "scontrol $*"'}
+    bodies = {
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+        "scontrol": 'echo "scontrol $*"',
+    }
     for name, body in (bodies | {"python": f"exit {code}"}).items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "7",
+    }
     env |= {"SLURM_PROCID": "0", "PYTHON": str(tmp_path / "python")}
 
     def ends():
@@ -109,7 +151,9 @@ def test_slurm_script_waits_for_a_save(name, tmp_path):
     """Slurm signals the shell around the program as well, which saves before it ends."""
     (around,) = re.findall(r"^note='(.*)'$", SLURM.read_text(), re.MULTILINE)
     program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\ntrap 'sleep 0.3; exit 143' {name}\ntouch {tmp_path}/begun\nsleep 10 & wait\n")
+    program.write_text(
+        f"#!/bin/sh\ntrap 'sleep 0.3; exit 143' {name}\ntouch {tmp_path}/begun\nsleep 10 & wait\n"
+    )
     program.chmod(0o755)
     command = ["bash", "-c", around, "note", str(tmp_path), str(program)]
     env = {**os.environ, "SLURM_PROCID": "0"}
@@ -123,7 +167,10 @@ def test_slurm_script_waits_for_a_save(name, tmp_path):
 
 
 def test_jobset():
-    documents = {document["kind"]: document for document in yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())}
+    documents = {
+        document["kind"]: document
+        for document in yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())
+    }
     assert list(documents) == ["ServiceAccount", "Role", "RoleBinding", "JobSet"]
     jobset = documents["JobSet"]
     (replicated,) = jobset["spec"]["replicatedJobs"]
@@ -139,7 +186,8 @@ def test_jobset():
     actions = {
         code: rule["action"]
         for rule in job["podFailurePolicy"]["rules"]
-        if rule["onExitCodes"]["containerName"] == container["name"] and rule["onExitCodes"]["operator"] == "In"
+        if rule["onExitCodes"]["containerName"] == container["name"]
+        and rule["onExitCodes"]["operator"] == "In"
         for code in rule["onExitCodes"]["values"]
     }
     assert actions.pop(exits.STOPPED.code) == "Ignore"  # new pods, without counting
@@ -150,15 +198,28 @@ def test_jobset():
 
 
 def test_skypilot(tmp_path):
-    """Its command, as a shell on the second of four hosts runs it. The file was tried with SkyPilot's own reader."""
+    """Its command, as a shell on the second of four hosts runs it.
+
+    The file was tried with SkyPilot's own reader.
+    """
     task = yaml.safe_load((LAUNCH / "sky.yaml").read_text())
     (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     (tmp_path / "python").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "4"}
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_NODES": "4",
+    }
     env |= {"SKYPILOT_NODE_RANK": "1", **task["envs"]}
-    done = subprocess.run(["bash", "-c", task["run"]], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", task["run"]], env=env, capture_output=True, text=True, check=True
+    )
     c = composed(done.stdout.split()[4:])
-    assert (c.distributed.coordinator, c.distributed.count, c.distributed.id) == ("10.0.0.1:8476", 4, 1)
+    assert (c.distributed.coordinator, c.distributed.count, c.distributed.id) == (
+        "10.0.0.1:8476",
+        4,
+        1,
+    )
     assert task["num_nodes"] == 4
     assert c.paths.checkpoints.startswith("s3://")  # as hosts share no file system
     assert "file_mounts" not in task
@@ -170,7 +231,11 @@ def test_submitit_launcher():
     path = ROOT / "configs" / "hydra" / "launcher" / "slurm_hosts.yaml"
     (command,) = commands(path.read_text())
     arguments = command[command.index("train") + 1 :]
-    swept = [argument for argument in arguments if not argument.startswith("hydra") and "," not in argument]
+    swept = [
+        argument
+        for argument in arguments
+        if not argument.startswith("hydra") and "," not in argument
+    ]
     c = composed(swept)
     launcher = yaml.safe_load(path.read_text())
     assert (launcher["nodes"], launcher["tasks_per_node"]) == (c.distributed.count, 1)

@@ -1,4 +1,6 @@
-"""The listeners of a run: in which order they are told what, and what each of them prints and logs."""
+"""The listeners of a run: in which order they are told what, and what each of them prints and
+logs.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,15 @@ import pytest
 import train
 from shardwright.program import background
 from shardwright.program.resume import Validated, best_of
-from shardwright.run.listeners import Ending, Listener, Listeners, Report, Skips, Summary, Validation
+from shardwright.run.listeners import (
+    Ending,
+    Listener,
+    Listeners,
+    Report,
+    Skips,
+    Summary,
+    Validation,
+)
 from shardwright.run.listeners import checkpoints as saving_module
 from shardwright.run.listeners import validation as validation_module
 from tests.support import tiny
@@ -82,9 +92,17 @@ def run(tmp_path) -> Any:
     )
     c = tiny.config(tiny.model(), steps=3, max_skipped=None, report=False)
     loader = SimpleNamespace(documents=lambda batch: {"a": [(batch, batch + 1)]})
-    found = SimpleNamespace(config=c, whole=c, directory=tmp_path, loader=loader, log=log, events=events, skips={})
+    found = SimpleNamespace(
+        config=c, whole=c, directory=tmp_path, loader=loader, log=log, events=events, skips={}
+    )
     found.__dict__.update(
-        start=0, done=3, total=3, end_step=3, is_over=True, compiled_s=2.0, found=SimpleNamespace(best=None)
+        start=0,
+        done=3,
+        total=3,
+        end_step=3,
+        is_over=True,
+        compiled_s=2.0,
+        found=SimpleNamespace(best=None),
     )
     found.batch_of = lambda step: step + 5
     found.checkpoints = SimpleNamespace(store=SimpleNamespace(url="here/checkpoints"))
@@ -98,7 +116,10 @@ def test_a_skipped_step_is_told_with_its_documents(run, capsys):
     skips.see(1, {"loss": "NaN", "grad_norm": 1.0, "skipped": True})
     why = {"why": "loss NaN, gradient norm 1", "batch": 6, "documents": {"a": [(6, 7)]}}
     assert run.events == [(1, "skipped", why)]
-    assert "skipped step 2: loss NaN, gradient norm 1; batch 6, documents a 6 to 7" in capsys.readouterr().out
+    assert (
+        "skipped step 2: loss NaN, gradient norm 1; batch 6, documents a 6 to 7"
+        in capsys.readouterr().out
+    )
     skips.end(Ending("stopped", "SIGTERM"))
     assert capsys.readouterr().out == ""
     skips.end(Ending("finished"))
@@ -185,12 +206,15 @@ def test_how_a_run_ends_is_its_last_event(run, capsys, state):
         (["{}"], True),  # killed before its end
         (["{}", '"event": "end", "state": "finished"'], False),
         (["{}", '"event": "end", "state": "failed"'], False),
-        (["{}", '"event": "end", "state": "stopped"'], True),  # with exports missing, which are made now
+        # with exports missing, which are made now
+        (["{}", '"event": "end", "state": "stopped"'], True),
         (['"event": "end", "state": "finished"', "{}"], True),
     ],
 )
 def test_a_start_with_nothing_left_to_do_writes_the_end_that_is_missing(run, lines, writes):
-    records = [f'{{"step": 3, "unix_time": 1.0, {line.strip("{}")}'.rstrip(", ") + "}\n" for line in lines]
+    records = [
+        f'{{"step": 3, "unix_time": 1.0, {line.strip("{}")}'.rstrip(", ") + "}\n" for line in lines
+    ]
     (run.directory / "metrics.jsonl").write_text("".join(records))
     run.start = 3
     report = Report()
@@ -229,7 +253,9 @@ class Checkpointer:
 
 @pytest.fixture
 def saving(run, monkeypatch):
-    """A function that starts Checkpoints which save to a Checkpointer: (settings of training, …) -> both."""
+    """A function that starts Checkpoints which save to a Checkpointer: (settings of training, …) ->
+    both.
+    """
     monkeypatch.setattr(saving_module, "AGAIN_S", 0.0)
     monkeypatch.setattr(saving_module, "stack_orders", lambda placement, kind, state: {})
 
@@ -321,7 +347,9 @@ def test_a_state_that_is_not_finite_is_not_saved(run, saving):
         (None, 1, [1, 2, 4], (4, 2.5)),  # 2 is not written, so the next better one than 1 is
     ],
 )
-def test_the_checkpoint_with_the_best_validation_is_saved_and_held(run, saving, capsys, known, fails, saved, best):
+def test_the_checkpoint_with_the_best_validation_is_saved_and_held(
+    run, saving, capsys, known, fails, saved, best
+):
     """Losses after steps 1 to 4. The best is one that is complete."""
     checkpoints, written = saving(checkpoint_interval=100, keep_best=True)
     written.complete = [0] if known else []
@@ -341,12 +369,18 @@ def test_the_checkpoint_with_the_best_validation_is_saved_and_held(run, saving, 
     checkpoints.end(Ending("finished"))
     told = capsys.readouterr().out
     assert f"best       {best[0]:010} of here/checkpoints: validation loss {best[1]:g}" in told
-    assert ("best       no longer 0000000000, validation loss 1.5: " in told) == (known is not None and known.text == 8)
+    assert ("best       no longer 0000000000, validation loss 1.5: " in told) == (
+        known is not None and known.text == 8
+    )
 
 
 @pytest.mark.parametrize(
     ("best", "program", "dropped"),
-    [(3, "same", ""), (2, "same", "0000000002, validation loss 2: it is gone"), (3, "other", "0000000003, ")],
+    [
+        (3, "same", ""),
+        (2, "same", "0000000002, validation loss 2: it is gone"),
+        (3, "other", "0000000003, "),
+    ],
 )
 def test_a_best_that_is_gone_or_of_another_program_is_dropped(capsys, best, program, dropped):
     checkpoints: Any = SimpleNamespace(steps=lambda: [3, 5])
@@ -373,14 +407,18 @@ def test_the_process_that_exports_rotates_without_the_others(run, saving, monkey
     """Only process 0 exports, so what follows must not wait for all of them."""
     checkpoints, written = saving(checkpoint_interval=1)
     checkpoints._exports._exports[2] = background.in_background(lambda: None)
-    monkeypatch.setattr(saving_module, "in_all_processes", lambda act: pytest.fail("it waits for all processes"))
+    monkeypatch.setattr(
+        saving_module, "in_all_processes", lambda act: pytest.fail("it waits for all processes")
+    )
     assert checkpoints.wait()
     checkpoints.close()
     assert written.rotated == 1
 
 
 @pytest.mark.parametrize("stopped_by", [None, "SIGTERM"])
-def test_processes_that_do_not_export_agree_with_the_one_that_does(run, saving, monkeypatch, stopped_by):
+def test_processes_that_do_not_export_agree_with_the_one_that_does(
+    run, saving, monkeypatch, stopped_by
+):
     monkeypatch.setattr("jax.process_index", lambda: 1)
     checkpoints, _ = saving(export_interval=1)
     after(run, checkpoints, 3)
@@ -410,9 +448,14 @@ def test_a_validation_that_fails_is_an_event(run, monkeypatch):
     validation.after(1, SimpleNamespace(weights=1, average=2), None)
     validation.after(2, SimpleNamespace(weights=1, average=None), None)
     values = {"loss": 2.0, "average_loss": 1.5, "average_bits_per_byte": 0.5}
-    assert run.events == [(1, "validation", values), (2, "validation_failed", {"why": "OSError: no file"})]
+    assert run.events == [
+        (1, "validation", values),
+        (2, "validation_failed", {"why": "OSError: no file"}),
+    ]
 
 
 def test_listeners_need_nothing_to_be_made():
     assert [type(listener()) for listener in train.LISTENERS] == [*train.LISTENERS]
-    assert train.LISTENERS[-1] is saving_module.Checkpoints, "a resumed run logs nothing of earlier steps again"
+    assert train.LISTENERS[-1] is saving_module.Checkpoints, (
+        "a resumed run logs nothing of earlier steps again"
+    )

@@ -35,7 +35,10 @@ def read(directory):
     def reject(constant):
         raise ValueError(f"{constant} is no JSON")
 
-    return [json.loads(line, parse_constant=reject) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line, parse_constant=reject)
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_line_a_step(tmp_path):
@@ -59,18 +62,25 @@ def test_a_line_a_step(tmp_path):
         assert line["tokens_per_second"] == pytest.approx(64 / line["seconds"])
         assert line["mfu"] == pytest.approx(64 / line["seconds"] * 1000 / 1e9)
     assert all(line["seconds"] >= 0.01 for line in others[:3])
-    # A step ends while the next one, which has its batch, has been dispatched; the last one ends at once.
+    # A step ends while the next one, which has its batch, has been dispatched; the last one ends at
+    # once.
     assert [line["data_seconds"] for line in others] == pytest.approx([0.002, 0.003, 0.004, 0])
 
 
 def test_targets_are_logged_where_they_are_fewer_and_no_loss_without_any(tmp_path, capsys):
     seen = []
-    with run_log(tmp_path, total_steps=3, print_every=1, see=lambda step, values: seen.append({*values})) as log:
+    with run_log(
+        tmp_path, total_steps=3, print_every=1, see=lambda step, values: seen.append({*values})
+    ) as log:
         for step, targets in enumerate((64, 16, 0)):
             log.log(step, metrics(2.0) | {"targets": jnp.float32(targets)})
     lines = read(tmp_path)
     assert [line.get("targets") for line in lines] == [None, 16, 0]
-    assert ["loss" in line for line in lines] == ["loss" in values for values in seen] == [True, True, False]
+    assert (
+        ["loss" in line for line in lines]
+        == ["loss" in values for values in seen]
+        == [True, True, False]
+    )
     first, second, third = capsys.readouterr().out.splitlines()
     assert "targets" not in first
     assert all(text in second for text in ("loss 2 ", "62% targets")), "64 and 16 of 64"
@@ -81,9 +91,15 @@ def test_targets_are_logged_where_they_are_fewer_and_no_loss_without_any(tmp_pat
 def test_vectors_are_lists_and_layers_have_their_names(tmp_path, capsys):
     layers = LayerMetrics(jnp.float32([[1, 2, 3], [4, jnp.nan, 6]]), ("size", "slope"))
     with run_log(tmp_path, total_steps=1) as log:
-        log.log(0, metrics(2.0) | {"each": jnp.float32([0.5, 1.5]), "layers": layers, "nothing": None})
+        log.log(
+            0, metrics(2.0) | {"each": jnp.float32([0.5, 1.5]), "layers": layers, "nothing": None}
+        )
     (line,) = read(tmp_path)
-    assert [line[name] for name in ("each", "size", "slope")] == [[0.5, 1.5], [1, 2, 3], [4, "NaN", 6]]
+    assert [line[name] for name in ("each", "size", "slope")] == [
+        [0.5, 1.5],
+        [1, 2, 3],
+        [4, "NaN", 6],
+    ]
     assert not {"layers", "nothing"} & line.keys()
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("each 1 ", "size 2 ", "slope nan"))
@@ -93,8 +109,14 @@ def test_vectors_are_lists_and_layers_have_their_names(tmp_path, capsys):
     ("given", "message"),
     [
         ({"mfu": jnp.float32(1)}, "use the name 'mfu', which is taken by the log or the step"),
-        ({"table": jnp.zeros((2, 3))}, r"the step's Metrics have table of shape \(2, 3\); the log takes scalars and"),
-        ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("loss",))}, "the LayerAux of a layer, use the name 'loss', which"),
+        (
+            {"table": jnp.zeros((2, 3))},
+            r"the step's Metrics have table of shape \(2, 3\); the log takes scalars and",
+        ),
+        (
+            {"layers": LayerMetrics(jnp.zeros((1, 2)), ("loss",))},
+            "the LayerAux of a layer, use the name 'loss', which",
+        ),
     ],
 )
 def test_what_the_log_cannot_write_is_refused(given, message):
@@ -131,21 +153,30 @@ def test_metrics_are_read_one_step_late(tmp_path):
 
 def test_a_pipe_in_the_place_of_the_log_is_refused(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(OSError, match=r"metrics.jsonl cannot be read: it is a directory, a pipe or a device\."):
+    with pytest.raises(
+        OSError, match=r"metrics.jsonl cannot be read: it is a directory, a pipe or a device\."
+    ):
         run_log(tmp_path)
 
 
 def test_resuming_replaces_later_and_torn_lines(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    earlier = [{"step": step, "loss": 1.5} for step in range(1, 5)] + [{"step": 4, "event": "validation"}]
+    earlier = [{"step": step, "loss": 1.5} for step in range(1, 5)] + [
+        {"step": 4, "event": "validation"}
+    ]
     later = [{"step": 5, "loss": 7.0}, {"step": 5, "event": "validation"}, {"step": 6, "loss": 7.0}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in earlier + later) + '{"step": 6, "lo')
+    path.write_text(
+        "".join(json.dumps(line) + "\n" for line in earlier + later) + '{"step": 6, "lo'
+    )
     with run_log(tmp_path, start_step=4) as log:
         assert read(tmp_path) == earlier
         log.log(4, metrics(2.0))
     assert [line["step"] for line in read_records(path)] == [1, 2, 3, 4, 4, 5]
     assert read(tmp_path)[-1]["loss"] == 2.0
-    assert "4 lines, torn or of steps to be redone, are moved to metrics.jsonl.left" in capsys.readouterr().out
+    assert (
+        "4 lines, torn or of steps to be redone, are moved to metrics.jsonl.left"
+        in capsys.readouterr().out
+    )
     assert (tmp_path / "metrics.jsonl.left").read_text().endswith('{"step": 6, "lo\n')
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "metrics.jsonl.left"}
 
@@ -165,7 +196,9 @@ def test_events_are_told_apart(tmp_path, capsys):
 
 
 def test_an_events_time_is_no_steps(tmp_path):
-    """What computes the event's values runs when the step before is written, as an evaluation must."""
+    """What computes the event's values runs when the step before is written, as an evaluation
+    must.
+    """
 
     def slow():
         time.sleep(0.3)
@@ -180,7 +213,10 @@ def test_an_events_time_is_no_steps(tmp_path):
 
 
 def test_an_interval_with_compiling_is_not_expected_again(tmp_path, monkeypatch, capsys):
-    """Steps end after these seconds; the second began with compiling. The step in progress comes on top."""
+    """Steps end after these seconds; the second began with compiling.
+
+    The step in progress comes on top.
+    """
     ends = iter([100.0, 103.0, 104.0, 105.0])
     monkeypatch.setattr("shardwright.run.metrics.time.perf_counter", lambda: next(ends))
     with run_log(tmp_path, print_every=1) as log:
@@ -210,7 +246,9 @@ def test_printed_lines(tmp_path, capsys):
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
     assert lines[0] == "step 1/25  loss 0.123  learning_rate 0.0003"
     assert re.match(
-        r"step 10/25  ETA 0:00:00  loss 9.123  speed [\d,]+ tokens/s  MFU .*%  learning_rate 0.0003$", lines[1]
+        r"step 10/25  ETA 0:00:00  loss 9.123  speed [\d,]+ tokens/s  MFU .*%  learning_rate "
+        r"0.0003$",
+        lines[1],
     )
 
 
@@ -220,7 +258,9 @@ def test_waiting_for_data_is_printed_if_it_is_much(tmp_path, capsys):
             log.add_wait(0.02 * (step > 3))
             time.sleep(0.02)
             log.log(step, metrics(1.0))
-    found = [re.search(r"waiting for data (\d+)%", line) for line in capsys.readouterr().out.splitlines()]
+    found = [
+        re.search(r"waiting for data (\d+)%", line) for line in capsys.readouterr().out.splitlines()
+    ]
     assert found[:2] == [None, None]
     assert found[-2]
     assert 10 < int(found[-2][1]) < 80
@@ -241,7 +281,7 @@ def test_the_loop_times_how_long_it_waits_for_batches():
     assert len(waited) == 2
 
 
-# ---- files that cannot be written -------------------------------------------------------------------------------
+# ---- files that cannot be written ----------------------------------------------------------------
 
 
 def test_lines_wait_while_the_disk_is_full_and_none_is_torn(tmp_path, capsys):
@@ -290,7 +330,10 @@ def test_a_log_that_cannot_be_finished_says_so(tmp_path, why, capsys):
     if why != "File too large":
         (tmp_path / "metrics.jsonl").unlink()
         log.log(1, metrics(3.0))
-    expected = rf"^{tmp_path}/metrics.jsonl cannot be written: {why}; the metrics of the last steps are lost\.$"
+    expected = (
+        rf"^{tmp_path}/metrics.jsonl cannot be written: {why}; the metrics of the last "
+        rf"steps are lost\.$"
+    )
     with files_of_at_most(10), pytest.raises(OSError, match=expected):
         log.close()
     log.close()  # nothing more to close

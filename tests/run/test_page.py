@@ -1,4 +1,6 @@
-"""The page that a run keeps: when it is made, by which process, and what becomes of one that cannot be made."""
+"""The page that a run keeps: when it is made, by which process, and what becomes of one that cannot
+be made.
+"""
 
 import dataclasses
 import re
@@ -21,7 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def made(monkeypatch):
-    """In place of the program that makes the page: what it is asked for in `calls`, on a clock `now`."""
+    """In place of the program that makes the page: what it is asked for in `calls`, on a clock
+    `now`.
+    """
     calls, now = [], [1000.0]
     seconds = {0: 1, 1: 1, 2: 9}  # that the first pages take
 
@@ -73,7 +77,7 @@ def test_why_there_is_no_page_is_told_once(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "report     none: it took longer than 0.01 s\n"
 
 
-# ---- of a real run ------------------------------------------------------------------------------------------------
+# ---- of a real run -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -83,7 +87,9 @@ def test_the_page_of_a_run_that_finishes_and_is_continued(tmp_path, capsys):
     (tmp_path / "run").mkdir()
 
     def trained(steps):
-        c.training = dataclasses.replace(c.training, steps=steps, report=True, eval_batches=1, checkpoint_interval=2)
+        c.training = dataclasses.replace(
+            c.training, steps=steps, report=True, eval_batches=1, checkpoint_interval=2
+        )
         with jax.set_mesh(tiny.mesh("d=4 t=2")):
             train.train(c, load_model(c.model), tmp_path / "run")
 
@@ -91,7 +97,11 @@ def test_the_page_of_a_run_that_finishes_and_is_continued(tmp_path, capsys):
     *_, last = capsys.readouterr().out.splitlines()
     assert last == f"report     {tmp_path}/run/report.html  (open it in a browser)"
     r = read_run(tmp_path / "run")
-    assert (r.state, r.total_steps, r.about["run"]["mesh"]) == ("finished", 5, {"r": 1, "d": 4, "t": 2})
+    assert (r.state, r.total_steps, r.about["run"]["mesh"]) == (
+        "finished",
+        5,
+        {"r": 1, "d": 4, "t": 2},
+    )
     assert (r.about["defaults"]["training.seed"], r.about["overrides"]) == (0, None)
     assert ">finished<" in (tmp_path / "run" / "report.html").read_text()
     trained(steps=7)

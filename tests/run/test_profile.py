@@ -36,7 +36,9 @@ def read_at_once(*_):
 
 def profiler_of(log: RunLog, read, settle=lambda: None) -> profile.Profile:
     """The profiler of a run, which reads traces with `read`."""
-    run: Any = SimpleNamespace(log=log, directory=log.directory, start=log.start_step, end_step=log.total_steps)
+    run: Any = SimpleNamespace(
+        log=log, directory=log.directory, start=log.start_step, end_step=log.total_steps
+    )
     run.settle, run.hlo = settle, None
     profile.examine.read_trace = read
     found = profile.Profile()
@@ -73,8 +75,12 @@ def test_the_third_to_the_sixth_step_are_traced(tmp_path, capsys):
     written = json.loads(gzip.decompress(trace.read_bytes()))
     assert "metadata" not in written
     names = {event.get("name", "") for event in written["traceEvents"]}
-    assert {name for name in names if name.startswith("this is step")} == {f"this is step {i}" for i in (2, 3, 4, 5)}
-    assert not any(name.startswith("$") for name in names), "frames of Python: their tracer is not thread-safe"
+    assert {name for name in names if name.startswith("this is step")} == {
+        f"this is step {i}" for i in (2, 3, 4, 5)
+    }
+    assert not any(name.startswith("$") for name in names), (
+        "frames of Python: their tracer is not thread-safe"
+    )
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("idle       ")
@@ -86,7 +92,9 @@ def test_no_other_thread_uses_the_devices_while_the_trace_starts_and_ends(tmp_pa
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
     stop = jax.profiler.stop_trace
     stopped_on = []
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: stopped_on.append(threading.current_thread()) or stop())
+    monkeypatch.setattr(
+        jax.profiler, "stop_trace", lambda: stopped_on.append(threading.current_thread()) or stop()
+    )
     with RunLog(tmp_path, total_steps=9, start_step=0, speed=SPEED) as log:
         monkeypatch.setattr(log, "flush", lambda: read.append(i))
         profiler = profiler_of(log, read_at_once, settle=lambda: settled.append(i))
@@ -101,7 +109,10 @@ def test_no_other_thread_uses_the_devices_while_the_trace_starts_and_ends(tmp_pa
 
 def test_a_run_that_ends_within_the_profile(tmp_path, capsys):
     assert train(tmp_path, 9, done=3, read=read_at_once) is None
-    assert capsys.readouterr().out == "profile: the run ended within the profiled steps, so there is no measurement\n"
+    assert (
+        capsys.readouterr().out
+        == "profile: the run ended within the profiled steps, so there is no measurement\n"
+    )
     assert train(
         tmp_path / "next", 1, read=read_at_once
     ).is_file()  # the trace was ended, and a short run profiles its last steps
@@ -113,14 +124,15 @@ def test_a_trace_that_cannot_be_written_is_told(tmp_path, capsys, name):
     assert train(tmp_path, 2, read=read_at_once) is None
     assert "profile: the trace could not be written: " in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {name, "metrics.jsonl"}
-    # jax 0.10 keeps a trace that it could not write: write it, so that the tests after this one can start theirs.
+    # jax 0.10 keeps a trace that it could not write: write it, so that the tests after this one can
+    # start theirs.
     (tmp_path / name).unlink()
     with contextlib.suppress(RuntimeError):  # jax 0.12 has none left
         jax.profiler.stop_trace()
     assert train(tmp_path / "next", 2, read=read_at_once).is_file()
 
 
-# ---- the time between the steps -----------------------------------------------------------------------------------
+# ---- the time between the steps ------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -129,14 +141,22 @@ def test_a_sleep_between_the_steps_of_a_real_run(tmp_path, capsys):
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("idle "))
     train(tmp_path / "b", 8, start=10)
     (slept,), (awake,) = events(tmp_path / "a"), events(tmp_path / "b")
-    assert (slept["event"], slept["step"], slept["steps"], slept["devices"]) == ("step_bubble", 16, 4, 1)
+    assert (slept["event"], slept["step"], slept["steps"], slept["devices"]) == (
+        "step_bubble",
+        16,
+        4,
+        1,
+    )
     assert 0.2 <= slept["gap_seconds"] < 0.6
     assert slept["gap_seconds"] < slept["step_seconds"]
     assert slept["step_bubble"] == pytest.approx(slept["gap_seconds"] / slept["step_seconds"])
     assert 0 <= awake["gap_seconds"] < 0.1
     gap, step = (1000 * slept[name] for name in ("gap_seconds", "step_seconds"))
     share = f"{100 * slept['step_bubble']:.2f}%"
-    assert line == f"idle       {share} of the time: devices wait between steps, {gap:.2f} of {step:.1f} ms"
+    assert (
+        line
+        == f"idle       {share} of the time: devices wait between steps, {gap:.2f} of {step:.1f} ms"
+    )
 
 
 def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys):
@@ -163,4 +183,6 @@ def test_a_broken_trace_is_told_in_one_line(tmp_path, capsys, monkeypatch):
     assert train(tmp_path, 2).is_file()
     assert events(tmp_path) == []
     output = capsys.readouterr().out.splitlines()
-    assert [line for line in output if line.startswith("idle       not measured, because ")] == output[-1:]
+    assert [
+        line for line in output if line.startswith("idle       not measured, because ")
+    ] == output[-1:]

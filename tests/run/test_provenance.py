@@ -33,8 +33,13 @@ def programs(source: str, mesh=(1, 1, 1, 1), model=(), optimizer=(), **training)
     c = tiny.config(tiny.model(module="changed_train", **dict(model)), **training)
     c.optimizer = tiny.optimizer(**dict(optimizer))
     p, r, d, t = mesh
-    with module_of(source) as module, jax.set_mesh(make_mesh(jax.devices()[: p * r * d * t], r=r, d=d, t=t, p=p)):
-        return provenance.provenance_of(trace_step(c, load_model(c.model), spec=module.SPEC))["programs"]
+    with (
+        module_of(source) as module,
+        jax.set_mesh(make_mesh(jax.devices()[: p * r * d * t], r=r, d=d, t=t, p=p)),
+    ):
+        return provenance.provenance_of(trace_step(c, load_model(c.model), spec=module.SPEC))[
+            "programs"
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +52,18 @@ OTHER = {
     "the activation": (changed("activation"), BOTH),
     "label smoothing": (changed("label_smoothing"), TRAINING),
     "Adam's epsilon": (
-        SOURCE.replace("jnp.sqrt(unbiased_nu) + config.adam_epsilon", "jnp.sqrt(unbiased_nu + config.adam_epsilon)"),
+        SOURCE.replace(
+            "jnp.sqrt(unbiased_nu) + config.adam_epsilon",
+            "jnp.sqrt(unbiased_nu + config.adam_epsilon)",
+        ),
         TRAINING,
     ),
     "what only microbatches have": (
         SOURCE.replace(
             "    return total, g, layers",
             (
-                "    g = jax.tree.map(lambda x: x / 2 if config.training.microbatches > 1 else x, g)\n"
-                "    return total, g, layers"
+                "    g = jax.tree.map(lambda x: x / 2 if config.training.microbatches > 1 else x, "
+                "g)\n    return total, g, layers"
             ),
         ),
         TRAINING,
@@ -85,7 +93,10 @@ FREE = {
 def test_what_computes_the_same_has_the_same_hash(plain):
     """With a comment more, and another name of a value."""
     source = SOURCE
-    for text, instead in (("        gate = ", "        # the gate\n        gate = "), ("unit_rms", "over_rms")):
+    for text, instead in (
+        ("        gate = ", "        # the gate\n        gate = "),
+        ("unit_rms", "over_rms"),
+    ):
         assert text in source
         source = source.replace(text, instead)
     assert programs(source) == plain
@@ -113,12 +124,16 @@ def test_a_loss_of_pairs_has_both_hashes_and_a_reference_that_is_not_there_leave
     for recipe, reason in {"simpo": None, "distillation": "ValueError"}.items():
         c = tiny.config(tiny.model(module="changed_train"))
         with module_of(changed(recipe)) as module, jax.set_mesh(tiny.mesh("one device")):
-            found[recipe] = provenance.provenance_of(trace_step(c, load_model(c.model), spec=module.SPEC))
+            found[recipe] = provenance.provenance_of(
+                trace_step(c, load_model(c.model), spec=module.SPEC)
+            )
         assert found[recipe].get("untraced", "").split(":")[0] == (reason or "")
     pairs, distilled = found.values()
     assert pairs["programs"].keys() == BOTH
     assert distilled["programs"].keys() == {"evaluation"}
-    assert distilled["programs"] == {"evaluation": pairs["programs"]["evaluation"]}, "which neither recipe changes"
+    assert distilled["programs"] == {"evaluation": pairs["programs"]["evaluation"]}, (
+        "which neither recipe changes"
+    )
 
 
 def test_other_source_is_said_or_refused(monkeypatch):
@@ -135,17 +150,26 @@ def test_other_source_is_said_or_refused(monkeypatch):
         assert compared(None) is None, "an imported checkpoint"
         source = saved["source"] | {"train.py": "other"}
         assert compared(saved | {"source": source}) == (
-            "train.py: the source differs from that of the checkpoint; it computes the same in evaluation"
+            "train.py: the source differs from that of the checkpoint; it computes the same in "
+            "evaluation"
         )
         other = saved | {"source": source, "programs": saved["programs"] | {"training": "other"}}
-        assert "it computes the same in evaluation" in compared(other), "what is not asked for does not matter"
+        assert "it computes the same in evaluation" in compared(other), (
+            "what is not asked for does not matter"
+        )
         unseen = saved | {"programs": {"evaluation": "other"}}
-        with pytest.raises(ValueError, match="not compared changed the program, and it computes something else"):
+        with pytest.raises(
+            ValueError, match="not compared changed the program, and it computes something else"
+        ):
             compared(unseen)
         untraced = saved | {"source": source, "programs": {}, "untraced": "ValueError: of two rows"}
-        assert compared(untraced).endswith("cannot tell if it computes the same: ValueError: of two rows")
+        assert compared(untraced).endswith(
+            "cannot tell if it computes the same: ValueError: of two rows"
+        )
         other = saved | {"source": source, "programs": {"training": "other", "evaluation": "other"}}
-        with pytest.raises(ValueError, match=r"something else in evaluation\. Use .* or give other_source=true"):
+        with pytest.raises(
+            ValueError, match=r"something else in evaluation\. Use .* or give other_source=true"
+        ):
             compared(other)
         assert "something else in evaluation" in compared(other, allow=None)
         assert "computes the same: the checkpoint was traced by jax 0.1" in compared(
@@ -203,10 +227,14 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
     provenance.keep_source(tmp_path, 3, load_model(tiny.model()), {})
     assert (tmp_path / "source/0000000003/mine_parts.py").read_text() == "FACTOR = 1.0"
     about = json.loads((tmp_path / "source/0000000003/provenance.json").read_text())
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     assert about["project_commit"] == commit
     provenance.bytes_of.cache_clear()  # as another start
-    assert {name for name, _ in before.items() ^ provenance.source_of().items()} == {"mine_parts.py"}
+    assert {name for name, _ in before.items() ^ provenance.source_of().items()} == {
+        "mine_parts.py"
+    }
     assert not [name for name in before if "numpy" in name or "jax/" in name or "tests" in name]
 
 
@@ -220,7 +248,10 @@ print(own_modules() == [__import__("pathlib").Path(mine.__file__)], shown_path(j
 
 @pytest.mark.long
 def test_packages_by_pythonpath_are_no_source_and_a_project_in_its_environment_is(tmp_path):
-    """As modules of a cluster bring jax. It counted as the user's, and was imported again for each trace."""
+    """As modules of a cluster bring jax.
+
+    It counted as the user's, and was imported again for each trace.
+    """
     packages = tmp_path / "deps"
     packages.mkdir()
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
@@ -231,7 +262,9 @@ def test_packages_by_pythonpath_are_no_source_and_a_project_in_its_environment_i
     (project / "mine.py").write_text("")
     env = os.environ | {"PYTHONPATH": f"{packages}:{provenance.ROOT}", "JAX_PLATFORMS": "cpu"}
     command = [project / "bin" / "python", "-c", OWN]
-    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=project, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout == "True jax/__init__.py\n", done.stdout + done.stderr
 
 
@@ -239,11 +272,19 @@ def test_packages_by_pythonpath_are_no_source_and_a_project_in_its_environment_i
 def run_directory(tmp_path_factory):
     """A run whose checkpoint was made by other source."""
     c, directory = settings(tiny.model(), "unused"), tmp_path_factory.mktemp("run")
-    with jax.set_mesh(tiny.mesh("one device")), Checkpointer(directory / "checkpoints") as checkpoints:
+    with (
+        jax.set_mesh(tiny.mesh("one device")),
+        Checkpointer(directory / "checkpoints") as checkpoints,
+    ):
         model, state = load_model(c.model), tiny.state(c)
         made_by = provenance.provenance_of(trace_step(c, model))
-        made_by = made_by | {"source": {"train.py": "other"}, "programs": {"training": "other", "evaluation": "other"}}
-        checkpoints.save(3, state, {"config": dataclasses.asdict(c), "loader": {}, "provenance": made_by})
+        made_by = made_by | {
+            "source": {"train.py": "other"},
+            "programs": {"training": "other", "evaluation": "other"},
+        }
+        checkpoints.save(
+            3, state, {"config": dataclasses.asdict(c), "loader": {}, "provenance": made_by}
+        )
     return directory, np.asarray(state.weights.embed)
 
 
@@ -252,11 +293,15 @@ def test_an_export_is_refused_by_other_source(run_directory, tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     directory, embed = run_directory
     config = {"run": str(directory), "output": str(tmp_path / "exported"), "check": False}
-    with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
+    with pytest.raises(
+        ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"
+    ):
         checkpoint_to_huggingface.run(checkpoint_to_huggingface.Settings(**config))
     assert not (tmp_path / "exported").exists()
     said = []
-    checkpoint_to_huggingface.run(checkpoint_to_huggingface.Settings(**config, other_source=True), said.append)
+    checkpoint_to_huggingface.run(
+        checkpoint_to_huggingface.Settings(**config, other_source=True), said.append
+    )
     assert any(line.startswith("source     ") for line in said)
     tensors = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], embed)
@@ -266,5 +311,9 @@ def test_the_script_of_an_installer_is_no_source(tmp_path, monkeypatch):
     (tmp_path / "shardwright").write_text("#!/usr/bin/python\n")
     (tmp_path / "mine.py").write_text("")
     for name in ("shardwright", "mine.py"):
-        monkeypatch.setitem(sys.modules, f"loaded_{name}", SimpleNamespace(__file__=str(tmp_path / name)))
-    assert [path.name for path in provenance.own_modules() if path.parent == tmp_path] == ["mine.py"]
+        monkeypatch.setitem(
+            sys.modules, f"loaded_{name}", SimpleNamespace(__file__=str(tmp_path / name))
+        )
+    assert [path.name for path in provenance.own_modules() if path.parent == tmp_path] == [
+        "mine.py"
+    ]

@@ -1,6 +1,8 @@
-"""A run that is stopped, killed, moved, changed and damaged has the losses, tokens and batches of one that was not.
+"""A run that is stopped, killed, moved, changed and damaged has the losses, tokens and batches of
+one that was not.
 
-The program is of integers (tests/support/exact_step.py), so numpy says what each step's loss is, to the bit.
+The program is of integers (tests/support/exact_step.py), so numpy says what each step's loss is, to
+the bit.
 """
 
 import copy
@@ -39,14 +41,24 @@ def token_at(places):
 
 
 def batches(c, steps: int):
-    """The batch and the learning rate of each step, sliced out of the dataset: after a change from where it was."""
+    """The batch and the learning rate of each step, sliced out of the dataset: after a change from
+    where it was.
+    """
     t = c.training
-    now = {"batch_size": t.batch_size, "seq_len": t.seq_len, "learning_rate": c.optimizer.learning_rate}
+    now = {
+        "batch_size": t.batch_size,
+        "seq_len": t.seq_len,
+        "learning_rate": c.optimizer.learning_rate,
+    }
     epoch, number = 0, 0  # of the next sequence
     for step in range(steps):
         before = now["seq_len"]
         for change in t.changes:
-            now |= {name.partition(".")[2]: x for name, x in change.items()} if change["step"] == step else {}
+            now |= (
+                {name.partition(".")[2]: x for name, x in change.items()}
+                if change["step"] == step
+                else {}
+            )
         length = now["seq_len"]
         whole = TOKENS // length
         number = min(-(-number * before // length), whole)
@@ -71,14 +83,15 @@ def make_export(module, run, output, *_, **options):
 meshes = some.sampled_from(MESHES)
 more_steps = some.integers(1, 5)
 moments = some.one_of(
-    some.tuples(some.integers(1, most), some.just(on)) for on, most in [("", 250), ("metrics", 12), ("zarr.json", 30)]
+    some.tuples(some.integers(1, most), some.just(on))
+    for on, most in [("", 250), ("metrics", 12), ("zarr.json", 30)]
 )
 """When the disk fails: after how many operations on what."""
 indices = some.integers(0, 10**6)
 """Which of what there is, modulo how many there are.
 
-Files are written by threads, so what there is can differ when hypothesis repeats an example: draws must not depend on
-it.
+Files are written by threads, so what there is can differ when hypothesis repeats an example: draws
+must not depend on it.
 """
 
 
@@ -108,18 +121,24 @@ class Machine(RuleBasedStateMachine):
         exports_each=some.sampled_from([None, 2, 3]),
     )
     def begin(self, shuffle, interval, keep, exports_each):
-        intervals = {"checkpoint_interval": interval, "keep_checkpoints": keep, "export_interval": exports_each}
+        intervals = {
+            "checkpoint_interval": interval,
+            "keep_checkpoints": keep,
+            "export_interval": exports_each,
+        }
         c = tiny.config(tiny.model(layers=2), eval_batches=0, seed=5, **intervals)
         c.paths.model_name = "run"
         c.data.filespec, c.data.shuffle = str(self.scratch / "data.zarr"), shuffle
         with Writer(c.data.filespec, "train") as writer:
-            writer.append(token_at(np.arange(TOKENS)).astype(np.uint32), np.full(TOKENS // DOCUMENT, DOCUMENT))
+            writer.append(
+                token_at(np.arange(TOKENS)).astype(np.uint32), np.full(TOKENS // DOCUMENT, DOCUMENT)
+            )
         self.c = self.logged = c
         self.disk = Disk(self.directory, self.patch)
         self.damaged: set[int] = set()
         self.resumed_from: dict[int, int | None] = {}
 
-    # ---- what is there --------------------------------------------------------------------------------------------
+    # ---- what is there ---------------------------------------------------------------------------
 
     @property
     def whole(self) -> list[int]:
@@ -132,22 +151,31 @@ class Machine(RuleBasedStateMachine):
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def check(self) -> int:
-        """Each step that was logged, was logged once, with the loss and tokens of a run that nothing befell."""
+        """Each step that was logged, was logged once, with the loss and tokens of a run that
+        nothing befell.
+        """
         done = [line for line in self.lines() if "event" not in line]
         given = [*batches(self.logged, len(done))]
         assert [x["step"] for x in done] == [*range(1, len(done) + 1)]
         assert [x["loss"] for x in done] == [*exact_step.expected(self.c.training.seed, given)]
-        assert [x["tokens"] for x in done] == np.cumsum([batch.targets.size for batch, _ in given]).tolist()
-        assert len(done) >= max(steps_in(self.directory), default=0), "a checkpoint has the metrics of its steps"
+        assert [x["tokens"] for x in done] == np.cumsum(
+            [batch.targets.size for batch, _ in given]
+        ).tolist()
+        assert len(done) >= max(steps_in(self.directory), default=0), (
+            "a checkpoint has the metrics of its steps"
+        )
         return len(done)
 
     def is_due(self, step, interval):
         return interval is not None and step % interval == 0
 
-    # ---- what befalls it ------------------------------------------------------------------------------------------
+    # ---- what befalls it -------------------------------------------------------------------------
 
     def start(self, more, mesh, error=None, moment=(), stop=None):
-        """Starts the run, for so many steps more than it resumes from. Returns the error that ended it."""
+        """Starts the run, for so many steps more than it resumes from.
+
+        Returns the error that ended it.
+        """
         saved, damaged, c = steps_in(self.directory), self.damaged, copy.deepcopy(self.c)
         first, wanted = max(self.whole, default=0), c.training.resume_step
         if wanted is not None and self.resumed_from.get(first) != wanted:
@@ -167,7 +195,11 @@ class Machine(RuleBasedStateMachine):
         self.resumed_from |= {step: wanted for step in now if step > first or step not in saved}
         if began := exact_step.Bare.began:
             assert began[0] == first, "it resumes from the newest whole checkpoint"
-            told = {line["damaged_step"] for line in self.lines() if line.get("event") == "damaged_checkpoint"}
+            told = {
+                line["damaged_step"]
+                for line in self.lines()
+                if line.get("event") == "damaged_checkpoint"
+            }
             is_told = wanted is None and not isinstance(error, Crashed)
             assert not is_told or told >= {step for step in damaged if step > first}
             self.logged = c
@@ -175,18 +207,30 @@ class Machine(RuleBasedStateMachine):
         if raised is None:
             last = first + (more if stop is None else min(stop + 1, more))
             stopped = None if stop is None or stop >= more else "SIGTERM"
-            assert ended == stopped or last == first + more, "after the last step a signal only stops exports"
+            assert ended == stopped or last == first + more, (
+                "after the last step a signal only stops exports"
+            )
             assert self.check() == last
-            ends = {last, *(change["step"] for change in c.training.changes if change["step"] < last)}
-            due = ends | {step for step in range(last) if self.is_due(step, c.training.checkpoint_interval)}
-            exported = ends | {step for step in range(last) if self.is_due(step, c.training.export_interval)}
-            saves = {step for step in due | exported if step > first} | {step for step in saved if step <= first}
+            ends = {
+                last,
+                *(change["step"] for change in c.training.changes if change["step"] < last),
+            }
+            due = ends | {
+                step for step in range(last) if self.is_due(step, c.training.checkpoint_interval)
+            }
+            exported = ends | {
+                step for step in range(last) if self.is_due(step, c.training.export_interval)
+            }
+            saves = {step for step in due | exported if step > first} | {
+                step for step in saved if step <= first
+            }
             if c.training.export_interval and error is None and ended is None:
                 made = {int(path.name) for path in self.directory.glob("exports/[0-9]*")}
                 assert made >= exported & {*now}, "each export is made once its checkpoint is there"
             assert last in now
             assert {*now} <= saves
-            is_exact = error is None and (ended is None or c.training.export_interval is None)  # exports hold some
+            # exports hold some
+            is_exact = error is None and (ended is None or c.training.export_interval is None)
             assert not is_exact or now == sorted(saves)[-(c.training.keep_checkpoints or 0) :]
         else:
             self.check()
@@ -203,12 +247,16 @@ class Machine(RuleBasedStateMachine):
         if power:
             self.disk.lose_power()
             self.check()
-        assert all((path / "zarr.json").exists() for path in committed), "a complete checkpoint stays"
+        assert all((path / "zarr.json").exists() for path in committed), (
+            "a complete checkpoint stays"
+        )
 
     @rule(more=more_steps, mesh=meshes, moment=moments)
     def cannot_write(self, more, mesh, moment):
         raised = self.start(more, mesh, OSError(errno.ENOSPC, "No space left on device"), moment)
-        assert raised is None or not self.disk.failed.startswith("write 0"), "an unsaved checkpoint ends no run"
+        assert raised is None or not self.disk.failed.startswith("write 0"), (
+            "an unsaved checkpoint ends no run"
+        )
 
     @rule(which=indices, after=some.integers(0, 3))
     def changes_settings(self, which, after):
@@ -234,7 +282,11 @@ class Machine(RuleBasedStateMachine):
         if how == "no manifest":  # as one that is removed: it is a leftover
             (directory / "zarr.json").unlink()
             return
-        files = [path for path in directory.rglob("*") if path.is_file() and "/c/" in str(path.relative_to(directory))]
+        files = [
+            path
+            for path in directory.rglob("*")
+            if path.is_file() and "/c/" in str(path.relative_to(directory))
+        ]
         paths = sorted([*files, *([] if how == "remove" else [directory / "zarr.json"])])
         path = paths[which_file % len(paths)]
         content = bytearray(path.read_bytes())
@@ -246,7 +298,10 @@ class Machine(RuleBasedStateMachine):
         else:
             content[at] ^= 1
             text = {"flip": content, "cut": content[:at], "grow": content + b"x"}
-            text |= {"older": older.read_bytes(), "other": next(x for x in files if x != path).read_bytes()}
+            text |= {
+                "older": older.read_bytes(),
+                "other": next(x for x in files if x != path).read_bytes(),
+            }
             path.write_bytes(text[how])
         self.damaged.add(step)
 
@@ -267,8 +322,15 @@ class Quick(Machine):
     changes = CHANGES[:1]
 
 
-@pytest.mark.parametrize(("machine", "examples"), [(Quick, 10), pytest.param(Machine, 40, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("machine", "examples"), [(Quick, 10), pytest.param(Machine, 40, marks=pytest.mark.long)]
+)
 def test_whatever_befalls_a_run_it_ends_as_if_nothing_had(machine, examples):
-    options = {"deadline": None, "database": None, "derandomize": True, "phases": [hypothesis.Phase.generate]}
+    options = {
+        "deadline": None,
+        "database": None,
+        "derandomize": True,
+        "phases": [hypothesis.Phase.generate],
+    }
     settings = hypothesis.settings(max_examples=examples, stateful_step_count=8, **options)
     run_state_machine_as_test(machine, settings=settings)

@@ -18,7 +18,7 @@ from tests.support.exact_step import exact
 
 __all__ = ["exact"]
 
-# ---- the step -----------------------------------------------------------------------------------------------------
+# ---- the step ------------------------------------------------------------------------------------
 
 
 def config_with(algorithm: str = "adamw", layers: int = 1, **changes):
@@ -30,16 +30,24 @@ def config_with(algorithm: str = "adamw", layers: int = 1, **changes):
 STEPS = {
     "one device": (config_with(), lambda: tiny.mesh("one device")),
     "d=4 t=2": (config_with(), lambda: tiny.mesh("d=4 t=2")),
-    "Muon, stages": (config_with("muon", 2, microbatches=2), lambda: make_mesh(jax.devices(), d=2, t=2, p=2)),
+    "Muon, stages": (
+        config_with("muon", 2, microbatches=2),
+        lambda: make_mesh(jax.devices(), d=2, t=2, p=2),
+    ),
 }
 
 
 @pytest.fixture(
     scope="module",
-    params=["d=4 t=2", *(pytest.param(name, marks=pytest.mark.long) for name in ("one device", "Muon, stages"))],
+    params=[
+        "d=4 t=2",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("one device", "Muon, stages")),
+    ],
 )
 def stepped(request):
-    """The step on a mesh, and results of it: (state before, arguments) -> (state after, metrics), all on the host."""
+    """The step on a mesh, and results of it: (state before, arguments) -> (state after, metrics),
+    all on the host.
+    """
     c, mesh = STEPS[request.param]
     with jax.set_mesh(mesh()):
         step = tiny.training_step(c)
@@ -53,7 +61,10 @@ def stepped(request):
 
 
 def same(a, b) -> bool:
-    return all(np.array_equal(x, y, equal_nan=True) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+    return all(
+        np.array_equal(x, y, equal_nan=True)
+        for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    )
 
 
 @pytest.mark.long(every_case=True)
@@ -74,7 +85,9 @@ def test_a_step_that_is_not_finite_leaves_the_state(stepped, bad):
 def with_targets(rows) -> TokenBatch:
     """A batch with targets in some of its rows only."""
     batch = tiny.host_batch()
-    return dataclasses.replace(batch, loss_mask=batch.loss_mask & np.isin(np.arange(tiny.BATCH), rows)[:, None])
+    return dataclasses.replace(
+        batch, loss_mask=batch.loss_mask & np.isin(np.arange(tiny.BATCH), rows)[:, None]
+    )
 
 
 def test_a_batch_without_targets_is_a_step_without_a_loss(stepped):
@@ -97,7 +110,7 @@ def test_rows_of_a_device_or_microbatch_without_targets_count_nothing(stepped):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
 
 
-# ---- in a row -----------------------------------------------------------------------------------------------------
+# ---- in a row ------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -106,9 +119,13 @@ def test_skipped_steps_in_a_row_end_the_run():
     few = SkippedSteps(3, {}, lambda *line: told.append(line))
     for step, skipped in enumerate([True, True, False, True, True]):
         few.see(step, "NaN", "NaN", skipped)
-    with pytest.raises(FloatingPointError, match="3 steps in a row were skipped, the last of them step 6"):
+    with pytest.raises(
+        FloatingPointError, match="3 steps in a row were skipped, the last of them step 6"
+    ):
         SkippedSteps(3, few.state(), print).see(5, "NaN", 1.0, True)
-    assert [(step, event) for step, _, event in told] == [(step, "skipped") for step in (0, 1, 3, 4)]
+    assert [(step, event) for step, _, event in told] == [
+        (step, "skipped") for step in (0, 1, 3, 4)
+    ]
     assert few.count == 4
 
 
@@ -117,11 +134,16 @@ def test_a_spike_is_told_once(resumed):
     """Of a loss and of a gradient norm, over their medians; noise and a falling loss are none."""
     told, rng = [], np.random.default_rng(0)
     steps = SkippedSteps(3, {}, lambda *line: told.append(line), 1.5)
-    losses, norms = 4 + 4 * np.exp(-np.arange(80) / 9) + rng.normal(0, 0.1, 80), rng.lognormal(0, 0.6, 80)
+    losses, norms = (
+        4 + 4 * np.exp(-np.arange(80) / 9) + rng.normal(0, 0.1, 80),
+        rng.lognormal(0, 0.6, 80),
+    )
     losses[40:44], norms[60] = 8.5, 3e30
     for step, numbers in enumerate(zip(losses.tolist(), norms.tolist(), strict=True)):
         if step == 40 and resumed:  # from a checkpoint, whose weights have been damaged since
-            steps = SkippedSteps(3, json.loads(json.dumps(steps.state())), lambda *line: told.append(line), 1.5)
+            steps = SkippedSteps(
+                3, json.loads(json.dumps(steps.state())), lambda *line: told.append(line), 1.5
+            )
         steps.see(step, *numbers, False)
 
     def lowest(x):
@@ -160,7 +182,10 @@ def spikes_of(losses) -> list[int]:
 @pytest.mark.parametrize("a_step", [1.014, 1.05])
 def test_a_slow_divergence_is_told_at_each_factor(a_step):
     """From 3, after a loss that fell."""
-    noise, fell = np.random.default_rng(0).normal(0, 0.03, 150), 3 + 4 * np.exp(-np.arange(100) / 15)
+    noise, fell = (
+        np.random.default_rng(0).normal(0, 0.03, 150),
+        3 + 4 * np.exp(-np.arange(100) / 15),
+    )
     losses = np.concatenate([fell, 3 * a_step ** np.arange(1, 51)]) + noise
     first, *others = spikes_of(losses)
     assert 1.5 < losses[first] / 3 < 1.6
@@ -174,7 +199,7 @@ def test_a_spike_in_the_first_steps_is_told():
     assert spikes_of(early) == []
 
 
-# ---- runs ---------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -187,14 +212,24 @@ def test_batches_that_are_left_out_leave_the_order_of_the_others():
 
 @pytest.mark.quick
 def test_a_state_that_is_not_finite_is_not_saved():
-    state = {"good": np.ones(3, np.float32), "bad": np.float32([1, np.inf]), "worse": np.float32([np.nan])}
-    with pytest.raises(FloatingPointError, match=r"^bad, worse: values are not finite after step 4, so this state"):
+    state = {
+        "good": np.ones(3, np.float32),
+        "bad": np.float32([1, np.inf]),
+        "worse": np.float32([np.nan]),
+    }
+    with pytest.raises(
+        FloatingPointError, match=r"^bad, worse: values are not finite after step 4, so this state"
+    ):
         skipping.check_finite(skipping.are_finite(state), 4, "a program")
     skipping.check_finite(skipping.are_finite({"good": state["good"]}), 4, "a program")
 
 
-def test_a_save_that_is_there_although_it_failed_is_written_again(tmp_path, monkeypatch, capsys, exact):
-    """As where the store loses the answer to the last write, and cannot remove what is there either."""
+def test_a_save_that_is_there_although_it_failed_is_written_again(
+    tmp_path, monkeypatch, capsys, exact
+):
+    """As where the store loses the answer to the last write, and cannot remove what is there
+    either.
+    """
     commit, failures = checkpoint.commit, ["the answer is lost"]
 
     def fail_after(*args):

@@ -1,4 +1,6 @@
-"""One program is proved, planned and run: a train.py whose SPEC is not its own, or not that of its run, is refused."""
+"""One program is proved, planned and run: a train.py whose SPEC is not its own, or not that of its
+run, is refused.
+"""
 
 import dataclasses
 import os
@@ -26,10 +28,14 @@ SPEC = StepSpec("""
 
 
 def test_a_train_file_with_a_step_but_no_spec(tmp_path):
-    (tmp_path / "train.py").write_text("def make_training_step(config, model):\n    raise SystemExit(3)\n")
+    (tmp_path / "train.py").write_text(
+        "def make_training_step(config, model):\n    raise SystemExit(3)\n"
+    )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     code = "from shardwright.modeling.training import training_module; print(training_module())"
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert run.returncode == 1
     assert "train.py has make_training_step but no SPEC" in run.stderr
     command = [sys.executable, "-m", "shardwright", "train"]
@@ -41,7 +47,9 @@ def test_a_train_file_with_a_step_but_no_spec(tmp_path):
 
 def test_a_spec_without_the_step_of_its_file(tmp_path):
     source = "from train import SPEC, main\n\n\ndef make_training_step(config, model):\n    pass\n"
-    refused = pytest.raises(ValueError, match=r"half_a_fork\.py has make_training_step, and its SPEC another one")
+    refused = pytest.raises(
+        ValueError, match=r"half_a_fork\.py has make_training_step, and its SPEC another one"
+    )
     with imported("half_a_fork", source, tmp_path), refused:
         load_spec("half_a_fork")
 
@@ -49,26 +57,38 @@ def test_a_spec_without_the_step_of_its_file(tmp_path):
 def test_a_run_by_another_spec_than_that_of_tools(tmp_path):
     c = tiny.config()
     other = dataclasses.replace(train.SPEC, make_training_step=lambda config, model: None)
-    with pytest.raises(ValueError, match=r"trains by the SPEC of .*, and tools take that of train: define SPEC"):
+    with pytest.raises(
+        ValueError, match=r"trains by the SPEC of .*, and tools take that of train: define SPEC"
+    ):
         Run(c, load_model(c.model), tmp_path, other, [])
 
 
 @pytest.mark.parametrize("step", ["training", "evaluation"])
 def test_a_step_with_other_attention_than_kernels_are_compared_with(step):
-    old = f"softmax_attention, {'in_training=True' if step == 'training' else 'loss=validation_loss'})"
+    old = (
+        f"softmax_attention, "
+        f"{'in_training=True' if step == 'training' else 'loss=validation_loss'})"
+    )
     source = SOURCE.replace("\nSPEC = StepSpec(", OTHER)
     assert source.count(old) == 1
-    with module_of(source.replace(old, old.replace("softmax_attention", "my_attention"))) as changed_train:
+    with module_of(
+        source.replace(old, old.replace("softmax_attention", "my_attention"))
+    ) as changed_train:
         c = tiny.config(tiny.model(module="changed_train"), attention="blockwise")
         with jax.set_mesh(tiny.mesh("d=2")):
             traced = trace_step(c, load_model(c.model), name=step, spec=changed_train.SPEC)
-            with pytest.raises(ValueError, match=r"computes attention by my_attention, but SPEC\.attention"):
+            with pytest.raises(
+                ValueError, match=r"computes attention by my_attention, but SPEC\.attention"
+            ):
                 traced.lower()
 
 
 def test_a_model_that_does_not_keep_its_settings():
     source = changed("alibi").replace("self.config = config", "self.c = config")
-    with module_of(source), pytest.raises(ValueError, match=r"keeps? its ModelConfig: set self\.config = config"):
+    with (
+        module_of(source),
+        pytest.raises(ValueError, match=r"keeps? its ModelConfig: set self\.config = config"),
+    ):
         load_model(tiny.model(module="changed_train"))
 
 

@@ -1,4 +1,6 @@
-"""What a run prints of its data at the start, from datasets whose targets and passes are counted by hand."""
+"""What a run prints of its data at the start, from datasets whose targets and passes are counted by
+hand.
+"""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -33,7 +35,9 @@ def filespec(tmp_path_factory):
 def lines(data: DataConfig, length: int, passes=None, batch: int = 2) -> list[str]:
     c = tiny.config(seq_len=length, eval_batches=1)
     c.data = data
-    train, validation = (make_loader(data, split, batch, length) for split in ("train", "validation"))
+    train, validation = (
+        make_loader(data, split, batch, length) for split in ("train", "validation")
+    )
     run: Any = SimpleNamespace(config=c, loader=train, validation=validation, passes=passes or {})
     return describe_data(run)
 
@@ -58,7 +62,8 @@ def test_the_share_of_targets(filespec):
 def test_data_without_targets_are_refused(filespec):
     data = DataConfig(filespec=filespec, sequence_packing=False, loss_mask="answer")
     with pytest.raises(
-        ValueError, match=r"none of the first 4 documents .* a target in 2 tokens\. Raise training\.seq_len"
+        ValueError,
+        match=r"none of the first 4 documents .* a target in 2 tokens\. Raise training\.seq_len",
     ):
         lines(data, 2)
 
@@ -68,15 +73,23 @@ def test_passes_over_the_sources(filespec):
     assert lines(data, 8, {filespec: Fraction(1)}) == []
     assert lines(data, 8, {filespec: Fraction(5, 2)}) == [f"passes     {filespec} 2.5x in this run"]
     data.mixture = {"big": None, "tiny": None}  # type: ignore[dict-item]
-    many = {"big": Fraction(1, 2), "tiny": Fraction(88), **{str(i): Fraction(1, 4) for i in range(58)}}
+    many = {
+        "big": Fraction(1, 2),
+        "tiny": Fraction(88),
+        **{str(i): Fraction(1, 4) for i in range(58)},
+    }
     run: Any = SimpleNamespace(config=SimpleNamespace(data=data, training=None), passes=many)
     run.loader = SimpleNamespace(count_targets=lambda: None)
     (line,) = describe_data(run)
-    assert line == "passes     tiny 88x, big 0.5x, 0 0.25x, 1 0.25x, 2 0.25x and 55 more in this run"
+    assert (
+        line == "passes     tiny 88x, big 0.5x, 0 0.25x, 1 0.25x, 2 0.25x and 55 more in this run"
+    )
 
 
 def test_a_source_that_is_read_again_is_told(filespec):
-    """By hand, of four documents, three a step: the passes begin with the documents 0, 4, 8 and 12."""
+    """By hand, of four documents, three a step: the passes begin with the documents 0, 4, 8 and
+    12.
+    """
     loader = make_loader(DataConfig(filespec=filespec, sequence_packing=False), "train", 3, 8)
     run: Any = SimpleNamespace(loader=loader, batch_of=lambda step: step)
     assert [Run.new_passes(run, step).get(filespec) for step in range(5)] == [None, 2, 3, None, 4]

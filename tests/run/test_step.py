@@ -30,6 +30,8 @@ def test_the_start_is_traced_once_for_the_state_and_both_steps():
         for name in ("training", "evaluation"):
             assert step.other(name=name).traced
         assert len(calls) == 1
-        expected = jax.jit(functools.partial(init, config=c, model=model))(jax.random.key(c.training.seed))
+        expected = jax.jit(functools.partial(init, config=c, model=model))(
+            jax.random.key(c.training.seed)
+        )
         jax.tree.map(np.testing.assert_array_equal, state, expected)
         assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, state, expected))

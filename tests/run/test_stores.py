@@ -1,4 +1,7 @@
-"""Places of checkpoints: directories, and URLs. What is saved is whole, failures are told, and one run has a place."""
+"""Places of checkpoints: directories, and URLs.
+
+What is saved is whole, failures are told, and one run has a place.
+"""
 
 import os
 
@@ -37,7 +40,9 @@ def state(step=0):
 
 
 def like():
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state())
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state()
+    )
 
 
 def save(place, *steps, keep=None):
@@ -54,7 +59,9 @@ def test_everything_works_at_every_kind_of_place(place):
     assert checkpoints.metadata(3) == {"tokens": 3}
     restored = Checkpointer(place).restore(3, like())
     jax.tree.map(np.testing.assert_array_equal, restored, state(3))
-    with pytest.raises(ValueError, match=r"cannot save step 3: .*checkpoints/0000000003 exists already"):
+    with pytest.raises(
+        ValueError, match=r"cannot save step 3: .*checkpoints/0000000003 exists already"
+    ):
         save(place, 3)
     assert checkpoints.verify(2) == []
     for name, step in ((f"{place}/0000000002", 2), (place.removesuffix("/checkpoints"), 3)):
@@ -87,7 +94,9 @@ def test_the_manifest_is_the_last_that_a_store_without_rename_gets(server):
 @pytest.mark.slow
 def test_an_address_where_nothing_answers_shows_in_seconds(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match=r"^s3://bucket/run/zarr.json cannot be read: .* Check the address"):
+    with pytest.raises(
+        ValueError, match=r"^s3://bucket/run/zarr.json cannot be read: .* Check the address"
+    ):
         Checkpointer("s3://bucket/run")
 
 
@@ -106,7 +115,9 @@ def test_the_run_that_started_last_saves(place):
     second.save(2, state(), {})
     second.wait()
     first.save(3, state(), {})
-    with pytest.raises(OSError, match=rf"another run saves to .*checkpoints: process {os.getpid()} on .*, since "):
+    with pytest.raises(
+        OSError, match=rf"another run saves to .*checkpoints: process {os.getpid()} on .*, since "
+    ):
         first.wait()
     assert second.steps() == [1, 2]
     second.close()  # a run that hung must not go on among the checkpoints of a later one

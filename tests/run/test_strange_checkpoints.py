@@ -1,4 +1,6 @@
-"""Checkpoints of a stranger: what no run writes is refused in one line, and nothing outside is read or written."""
+"""Checkpoints of a stranger: what no run writes is refused in one line, and nothing outside is read
+or written.
+"""
 
 import contextlib
 import json
@@ -25,7 +27,10 @@ def signed(tmp_path):
     directory = tmp_path / "stranger" / "0000000007"
 
     def change(**values):
-        sign(directory / "zarr.json", json.loads((directory / "zarr.json").read_text())["attributes"] | values)
+        sign(
+            directory / "zarr.json",
+            json.loads((directory / "zarr.json").read_text())["attributes"] | values,
+        )
 
     return directory, change
 
@@ -33,7 +38,13 @@ def signed(tmp_path):
 ARRAY = {"shape": [4], "dtype": "float32", "chunk_shape": [4], "crc32c": "00000000"}
 
 
-ODD = [{"shape": [4.0]}, {"shape": [-4]}, {"shape": [2**62]}, {"chunk_shape": [0]}, {"chunk_shape": [4, 4]}]
+ODD = [
+    {"shape": [4.0]},
+    {"shape": [-4]},
+    {"shape": [2**62]},
+    {"chunk_shape": [0]},
+    {"chunk_shape": [4, 4]},
+]
 ODD += [{"dtype": "float8_e5m2"}, {"crc32c": "xxxxxxxx"}]
 
 
@@ -106,11 +117,16 @@ for place in sys.argv[1:]:
 
 @pytest.mark.long
 def test_what_is_no_file_of_its_size_is_damage_and_the_checkpoint_before_is_taken(signed, tmp_path):
-    """In a process of its own: tensorstore waits for pipes, and ends the process where memory ends."""
+    """In a process of its own: tensorstore waits for pipes, and ends the process where memory
+    ends.
+    """
     directory, _ = signed
     older = directory.parent / "0000000003"
     shutil.copytree(directory, older)
-    sign(older / "zarr.json", json.loads((older / "zarr.json").read_text())["attributes"] | {"step": 3})
+    sign(
+        older / "zarr.json",
+        json.loads((older / "zarr.json").read_text())["attributes"] | {"step": 3},
+    )
     damages = (pipe, loop, sparse, device, dangling, os.mkdir)
     cases = [(name, damage) for name in ("zarr.json", "a/x/c/0") for damage in damages]
     places = [tmp_path / str(i) for i in range(len(cases))]
@@ -124,7 +140,9 @@ def test_what_is_no_file_of_its_size_is_damage_and_the_checkpoint_before_is_take
     lines = done.stdout.splitlines()
     for i, (place, (name, _)) in enumerate(zip(places, cases, strict=True)):
         first, last = lines[2 * i : 2 * i + 2]
-        assert first.startswith("[0. 1. 2. 3.] {7: " if name == "zarr.json" else "3 cannot read the array 'a/x'"), i
+        assert first.startswith(
+            "[0. 1. 2. 3.] {7: " if name == "zarr.json" else "3 cannot read the array 'a/x'"
+        ), i
         assert name in last, i
         with Checkpointer(place) as checkpoints:
             checkpoints.remove_leftovers()

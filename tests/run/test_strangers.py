@@ -1,4 +1,6 @@
-"""Runs and checkpoints of a stranger: programs that read them import nothing and resolve nothing."""
+"""Runs and checkpoints of a stranger: programs that read them import nothing and resolve
+nothing.
+"""
 
 import contextlib
 import io
@@ -57,7 +59,9 @@ def archive(tmp_path_factory):
 
 
 class Stranger:
-    """A run that came in an archive, with a module in it, and with the settings that `write` gives it."""
+    """A run that came in an archive, with a module in it, and with the settings that `write` gives
+    it.
+    """
 
     def __init__(self, archive: Path, directory: Path):
         self.directory = directory
@@ -84,7 +88,9 @@ class Stranger:
             read_weights(self.directory, None, {"model": {"module": "train"}})
 
     def resume(self) -> None:
-        c = config_of(self.config | {"model": self.config["model"] | {"module": "train"}, "pipeline": {}})
+        c = config_of(
+            self.config | {"model": self.config["model"] | {"module": "train"}, "pipeline": {}}
+        )
         check_resumes(self.config, c, self.directory, 1)
 
 
@@ -98,7 +104,9 @@ def stranger(tmp_path, monkeypatch, archive, no_hashes):
 READERS = {
     "generate": lambda s: generate(Settings(run=str(s.directory), **IDS), QUIET),
     "export": lambda s: checkpoint_to_huggingface.run(
-        checkpoint_to_huggingface.Settings(run=str(s.directory), output=str(s.directory / "out"), check=False),
+        checkpoint_to_huggingface.Settings(
+            run=str(s.directory), output=str(s.directory / "out"), check=False
+        ),
         QUIET.print,
     ),
     "init_from": lambda s: s.init_from(),
@@ -111,8 +119,14 @@ READERS = {
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model__module": "runs.evil.payload"}, "model.module of the checkpoint is 'runs.evil.payload', which is not"),
-        ({"pipeline__schedule": "runs.evil.payload:main"}, "pipeline.schedule of the checkpoint is 'runs.evil.payload"),
+        (
+            {"model__module": "runs.evil.payload"},
+            "model.module of the checkpoint is 'runs.evil.payload', which is not",
+        ),
+        (
+            {"pipeline__schedule": "runs.evil.payload:main"},
+            "pipeline.schedule of the checkpoint is 'runs.evil.payload",
+        ),
     ],
 )
 def test_no_module_of_a_saved_configuration_is_imported(stranger, reader, settings, message):
@@ -157,7 +171,9 @@ def executed(directory: Path, *words: str) -> list[str]:
         (("generate", "run=.", "step=9", "prompt=a", "trust=true"), ["numpy.py"]),
     ],
 )
-def test_a_program_that_reads_a_run_imports_what_lies_where_it_starts_only_with_trust(stranger, words, ran):
+def test_a_program_that_reads_a_run_imports_what_lies_where_it_starts_only_with_trust(
+    stranger, words, ran
+):
     stranger.write()
     assert executed(stranger.directory, *words) == ran
 
@@ -187,7 +203,9 @@ def test_no_function_that_a_run_names_is_imported(stranger, section, settings):
     stranger.config[section] = stranger.config.get(section, {}) | settings
     with contextlib.suppress(ValueError):
         c = config_of(stranger.config)
-        assert settings in ({"algorithm": SPELLED[1]}, {"names": [SPELLED[1]]}), "which names no function"
+        assert settings in ({"algorithm": SPELLED[1]}, {"names": [SPELLED[1]]}), (
+            "which names no function"
+        )
         model = load_model(c.model)
         with jax.set_mesh(tiny.mesh("one device")):
             trace_step(c, model).traced  # noqa: B018
@@ -196,12 +214,28 @@ def test_no_function_that_a_run_names_is_imported(stranger, section, settings):
 
 @pytest.mark.quick
 def test_what_is_shipped():
-    others = ("models.gpt2", "models", "runs.evil.payload", "json", "shardwright.run.x", "tests/../runs/evil")
+    others = (
+        "models.gpt2",
+        "models",
+        "runs.evil.payload",
+        "json",
+        "shardwright.run.x",
+        "tests/../runs/evil",
+    )
     names = ("train", "gpt2", *others, "", "gpt2.", "../train")
     assert [name for name in names if is_shipped(name)] == ["train", "gpt2"]
 
 
-TEXTS = ["${oc.env:SECRET}", r"\${oc.env:SECRET}", r"\\${oc.env:SECRET}", "a${b", "$${now:}", "\\", "${", "'${x}'\\"]
+TEXTS = [
+    "${oc.env:SECRET}",
+    r"\${oc.env:SECRET}",
+    r"\\${oc.env:SECRET}",
+    "a${b",
+    "$${now:}",
+    "\\",
+    "${",
+    "'${x}'\\",
+]
 
 
 @pytest.mark.quick
@@ -226,7 +260,9 @@ WRONG = [
 @pytest.mark.quick
 @pytest.mark.parametrize(("changes", "message"), WRONG)
 def test_metadata_of_another_type_is_refused_by_name(stranger, changes, message):
-    with pytest.raises(ValueError, match=re.escape(f"the checkpoint's metadata: {message}; it must be")) as error:
+    with pytest.raises(
+        ValueError, match=re.escape(f"the checkpoint's metadata: {message}; it must be")
+    ) as error:
         saved_config(stranger.content["attributes"]["metadata"] | changes)
     assert "\n" not in str(error.value)
 
@@ -236,13 +272,19 @@ def test_metadata_of_another_type_is_refused_by_name(stranger, changes, message)
     ("text", "message"),
     [
         ("model: " + "[" * 10**4, "cannot be read"),
-        ("model: !!python/object/apply:os.system ['true']", "cannot be read: could not determine a constructor"),
+        (
+            "model: !!python/object/apply:os.system ['true']",
+            "cannot be read: could not determine a constructor",
+        ),
         ("[1, 2]", "has no configuration of a run"),
         ("model: 3", "has no configuration of a run"),
         ("model: {when: 2020-01-01}", "a value that is not a setting"),
         ("model: \xff", "has no configuration of a run"),
         ("\x00", "cannot be read"),
-        ("a: &a {x: [1]}\nb: *a", r"cannot be read: it repeats a part, \*a, instead of writing it again\. Copy"),
+        (
+            "a: &a {x: [1]}\nb: *a",
+            r"cannot be read: it repeats a part, \*a, instead of writing it again\. Copy",
+        ),
         ("model: {x: !!timestamp soon}", "cannot be read"),
     ],
 )
@@ -256,7 +298,9 @@ def test_a_config_yaml_that_is_none_is_refused_in_one_line(text, message, tmp_pa
 
 def test_a_config_yaml_of_aliases_ends(tmp_path):
     """Each part has ten of the one before: a hundred bytes more, and it is ten times as long."""
-    parts = [f"a{i}: &a{i} {{{', '.join(f'x{j}: *a{i - 1}' for j in range(10))}}}" for i in range(1, 12)]
+    parts = [
+        f"a{i}: &a{i} {{{', '.join(f'x{j}: *a{i - 1}' for j in range(10))}}}" for i in range(1, 12)
+    ]
     (tmp_path / "config.yaml").write_text("\n".join(["a0: &a0 {x: 0}", *parts]))
     with pytest.raises(ValueError, match=r"it repeats a part, \*a0"):
         read_config(tmp_path / "config.yaml")
@@ -272,9 +316,17 @@ def test_a_checkpoint_without_a_configuration_is_refused():
 CHANGES = [{"step": i + 1, "optimizer.learning_rate": 0.1} for i in range(1000)]
 ODD = [
     ("model", None, "config.model is missing; it must be an object"),
-    ("pipeline", {"schedule": ["gpipe"]}, "config.pipeline.schedule is ['gpipe']; it must be a text"),
+    (
+        "pipeline",
+        {"schedule": ["gpipe"]},
+        "config.pipeline.schedule is ['gpipe']; it must be a text",
+    ),
     ("training", {"changes": CHANGES}, "training.changes has 1,000 entries; leave at most 128"),
-    ("training", {"changes": [{"step": 1, "data.mixture.a": 3, "data.mixture.a.b": 3}]}, "a.b is in no section"),
+    (
+        "training",
+        {"changes": [{"step": 1, "data.mixture.a": 3, "data.mixture.a.b": 3}]},
+        "a.b is in no section",
+    ),
     ("training", {"steps": "${x}"}, "training.steps is "),
     ("optimizer", {"beta": 1}, "there is no setting optimizer.beta"),
 ]
@@ -292,16 +344,22 @@ def test_settings_that_no_run_saves_are_refused_in_one_line(stranger, section, v
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("changes", "message"), [([1], "changes is 1; it must be an object"), (CHANGES, "1,000 en")])
+@pytest.mark.parametrize(
+    ("changes", "message"), [([1], "changes is 1; it must be an object"), (CHANGES, "1,000 en")]
+)
 def test_changes_of_a_config_yaml_are_refused_in_one_line(stranger, changes, message):
     """Replay reads the one beside the checkpoints too."""
     run = stranger.write()
     (stranger.directory / "config.yaml").write_text(json.dumps({"training": {"changes": changes}}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "shardwright.tools.replay.session.read_config", lambda path: json.loads(path.read_text())
+            "shardwright.tools.replay.session.read_config",
+            lambda path: json.loads(path.read_text()),
         )  # at once
-        with pytest.raises(ValueError, match=message), opened(run, 3, StagesChoice(), False, False, print):
+        with (
+            pytest.raises(ValueError, match=message),
+            opened(run, 3, StagesChoice(), False, False, print),
+        ):
             pass
 
 
@@ -309,7 +367,9 @@ def test_tokens_before_a_step_of_many_changes():
     """Computed step by step, and at once by numbers that the search for the last step tries."""
     c = tiny.config()
     sizes = {0: 64, 7: 32, 9: 128}
-    c.training.changes = [{"step": step, "training.seq_len": size} for step, size in sizes.items() if step]
+    c.training.changes = [
+        {"step": step, "training.seq_len": size} for step, size in sizes.items() if step
+    ]
 
     def size(step):
         return c.training.batch_size * sizes[max(first for first in sizes if first <= step)]
@@ -335,7 +395,7 @@ def test_weights_that_are_not_finite_are_told(stranger):
     assert "embed is not finite: texts and losses of these weights are meaningless" in lines[-1]
 
 
-# ---- addresses ----------------------------------------------------------------------------------------------------
+# ---- addresses -----------------------------------------------------------------------------------
 
 
 class Counting(SilentHandler):
@@ -350,16 +410,26 @@ URL = "http://127.0.0.1:{port}/x"
 ADDRESSES = [
     ("data", {"filespec": URL}, "data.filespec"),
     ("data", {"filespec": None, "mixture": {"a": {"filespec": URL}}}, "data.mixture.a.filespec"),
-    ("data", {"filespec": None, "stream": {"train_files": [URL], "validation_files": []}}, "data.stream.train_files"),
+    (
+        "data",
+        {"filespec": None, "stream": {"train_files": [URL], "validation_files": []}},
+        "data.stream.train_files",
+    ),
     ("data", {"filespec": None, "stream": {"dataset": "someone/data"}}, "data.stream.dataset"),
     (
         "data",
-        {"filespec": None, "stream": {"train_files": ["x"], "tokenizer_kind": "huggingface", "tokenizer": "a/b"}},
+        {
+            "filespec": None,
+            "stream": {"train_files": ["x"], "tokenizer_kind": "huggingface", "tokenizer": "a/b"},
+        },
         "data.stream.tokenizer",
     ),
     (
         "data",
-        {"filespec": None, "stream": {"train_files": ["x"], "tokenizer_kind": "tiktoken", "tokenizer": "gpt2"}},
+        {
+            "filespec": None,
+            "stream": {"train_files": ["x"], "tokenizer_kind": "tiktoken", "tokenizer": "gpt2"},
+        },
         "data.stream.tokenizer",
     ),
     ("training", {"changes": [{"step": 1, "data.filespec": URL}]}, "training.changes"),
@@ -380,7 +450,10 @@ def test_no_address_of_a_saved_configuration_is_opened(stranger, opener, section
     with LocalServer(Counting) as server:
         text = json.dumps(values).replace(URL, f"{server.url}/x")
         stranger.write(**{f"{section}__{key}": value for key, value in json.loads(text).items()})
-        message = rf"^{re.escape(name)} of the run is '.*', which would be downloaded\. Give trust=true .*\.$"
+        message = (
+            rf"^{re.escape(name)} of the run is '.*', which would be downloaded\. Give "
+            rf"trust=true .*\.$"
+        )
         with pytest.raises(ValueError, match=message):
             OPENERS[opener](stranger)
         assert server.requests == []

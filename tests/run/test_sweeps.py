@@ -1,4 +1,6 @@
-"""Sweeps: a directory for each job, failures said and gone on from, and the peak memory that runs record."""
+"""Sweeps: a directory for each job, failures said and gone on from, and the peak memory that runs
+record.
+"""
 
 import gc
 import os
@@ -85,9 +87,17 @@ def test_jobs_are_named_by_what_is_swept(program, tmp_path):
     # Another value of what all share finds the same runs.
     done = program("--multirun", "--config-name=own", "a=3,4", "b=${a}", "paths.model_name=sweep")
     assert jobs(done) == ["sweep/a-3 3 3", "sweep/a-4 4 4"], done.stderr
-    first = jobs(program("--multirun", "--config-name=own", "a=3,4", "b=5,6", "paths.root_working_dir=others"))[0]
+    first = jobs(
+        program(
+            "--multirun", "--config-name=own", "a=3,4", "b=5,6", "paths.root_working_dir=others"
+        )
+    )[0]
     assert re.fullmatch(r"own_20[^/]+/a-3\+b-5 3 5", first)
-    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if not {"__pycache__", "others"} & {*p.parts}}
+    left = {
+        str(p.relative_to(tmp_path))
+        for p in tmp_path.rglob("*")
+        if not {"__pycache__", "others"} & {*p.parts}
+    }
     assert left - {"configs", "configs/base.yaml", "configs/own.yaml"} == {
         "program.py",
         "runs",
@@ -156,7 +166,8 @@ def test_a_failed_job_lets_go_of_its_memory(capsys):
     gc.collect()
     assert alive[0]() is not None
     Sweep().on_job_end(
-        OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN, "job": {"override_dirname": "a-1"}}}), failed
+        OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN, "job": {"override_dirname": "a-1"}}}),
+        failed,
     )
     assert alive[0]() is None
     said = capsys.readouterr().err
@@ -164,7 +175,7 @@ def test_a_failed_job_lets_go_of_its_memory(capsys):
     assert "in job\n" in said  # where it was
 
 
-# ---- peak memory ------------------------------------------------------------------------------------------------
+# ---- peak memory ---------------------------------------------------------------------------------
 
 
 def test_the_peak_is_measured_or_predicted(monkeypatch):
@@ -172,7 +183,12 @@ def test_the_peak_is_measured_or_predicted(monkeypatch):
     add = jax.jit(lambda x, y: x + y, donate_argnums=0)
     compiled = add.lower(*[jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 2).compile()
     predicted = memory.peak_memory(compiled, None)
-    assert predicted == {"peak_memory_bytes": pytest.approx(2 * 2**20, rel=0.01), "source": "compiler"}
-    devices = [mock.Mock(**{"memory_stats.return_value": {"peak_bytes_in_use": peak}}) for peak in (70, 90)]
+    assert predicted == {
+        "peak_memory_bytes": pytest.approx(2 * 2**20, rel=0.01),
+        "source": "compiler",
+    }
+    devices = [
+        mock.Mock(**{"memory_stats.return_value": {"peak_bytes_in_use": peak}}) for peak in (70, 90)
+    ]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     assert memory.peak_memory(compiled, None) == {"peak_memory_bytes": 90, "source": "device"}

@@ -16,12 +16,25 @@ from pathlib import Path
 import pytest
 
 from shardwright.program import trackers
-from shardwright.program.trackers import TrackersConfig, check_installed, check_trackers, numbers, tracked
+from shardwright.program.trackers import (
+    TrackersConfig,
+    check_installed,
+    check_trackers,
+    numbers,
+    tracked,
+)
 
 ROOT = Path(__file__).parents[2]
 
 FIRST = [
-    {"step": 1, "loss": 5.5, "unix_time": 1.5e9, "grad_norm": 2.0, "size": [1.0, 2.0], "tokens": 64},
+    {
+        "step": 1,
+        "loss": 5.5,
+        "unix_time": 1.5e9,
+        "grad_norm": 2.0,
+        "size": [1.0, 2.0],
+        "tokens": 64,
+    },
     {"step": 2, "loss": "NaN", "grad_norm": 3.0, "tokens": 128},
     {"step": 2, "event": "validation", "loss": 4.25, "of": "tiny"},
 ]
@@ -44,13 +57,18 @@ def test_the_numbers_of_a_line():
         3,
         {"loss": 1.5, "memory/peak": 64.0, "skipped": 1.0},
     )
-    step, values = numbers({"step": 3, "event": "sample", "text": "Infinity!", "size": ["-Infinity", 2]})
+    step, values = numbers(
+        {"step": 3, "event": "sample", "text": "Infinity!", "size": ["-Infinity", 2]}
+    )
     found = {"step": 3, "event": "microscope", "points": [{"name": "layer q", "rms": [1.0, 2.0]}]}
-    assert numbers(found) == (3, {"microscope/points/layer q/rms/0": 1.0, "microscope/points/layer q/rms/1": 2.0})
+    assert numbers(found) == (
+        3,
+        {"microscope/points/layer q/rms/0": 1.0, "microscope/points/layer q/rms/1": 2.0},
+    )
     assert (step, values) == (3, {"sample/size/0": float("-inf"), "sample/size/1": 2.0})
 
 
-# ---- the trackers themselves ------------------------------------------------------------------------------------
+# ---- the trackers themselves ---------------------------------------------------------------------
 
 
 def of_tensorboard(directory, _):
@@ -62,7 +80,11 @@ def of_tensorboard(directory, _):
             (length,) = struct.unpack("<Q", data[:8])
             event = event_pb2.Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
-            found |= {(v.tag, event.step): v.simple_value for v in event.summary.value if v.HasField("simple_value")}
+            found |= {
+                (v.tag, event.step): v.simple_value
+                for v in event.summary.value
+                if v.HasField("simple_value")
+            }
     return found
 
 
@@ -72,7 +94,8 @@ def of_wandb(directory, _):
     for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
         ids.add(path.stem)
         data, record, place = path.read_bytes(), b"", 7
-        while place + 7 <= len(data):  # a log of LevelDB: blocks of 32 KiB with records, which may be cut at their ends
+        while place + 7 <= len(data):
+            # a log of LevelDB: blocks of 32 KiB with records, which may be cut at their ends
             if 2**15 - place % 2**15 < 7:
                 place += 2**15 - place % 2**15
                 continue
@@ -82,7 +105,11 @@ def of_wandb(directory, _):
             if kind in (1, 4) and record:
                 items = pb2.Record.FromString(record).history.item
                 values = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
-                found |= {(name, values["step"]): x for name, x in values.items() if not isinstance(x, dict)}
+                found |= {
+                    (name, values["step"]): x
+                    for name, x in values.items()
+                    if not isinstance(x, dict)
+                }
     assert len(ids) == 1, "a resumed run goes on in the same run of the tracker"
     return found
 
@@ -126,13 +153,17 @@ def test_a_tracker_has_the_numbers_of_both_starts_of_a_run(name, tmp_path, monke
     directory.mkdir()
     for start, lines in ((0, FIRST), (2, LATER)):
         settings = json.dumps([name, str(directory), start, lines])
-        subprocess.run([sys.executable, "-c", START, settings], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        subprocess.run(
+            [sys.executable, "-c", START, settings],
+            check=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
     known = json.loads((directory / trackers.FILE).read_text())[name]
     found = READ[name](directory, known)
     assert {key: found.get(key) for key in EXPECTED} == EXPECTED
 
 
-# ---- trackers that fail -----------------------------------------------------------------------------------------
+# ---- trackers that fail --------------------------------------------------------------------------
 
 
 class Fake:
@@ -172,7 +203,9 @@ def send_to(monkeypatch, tmp_path, *fakes, lines=FIRST):
 
 @pytest.mark.parametrize("fails", ["open", "log", "close"])
 @pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
-def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fails, kind, tmp_path, monkeypatch, capsys):
+def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(
+    fails, kind, tmp_path, monkeypatch, capsys
+):
     bad, good = Fake(fails, kind), Fake(None)
     send_to(monkeypatch, tmp_path, bad, good)
     assert [step for step, _ in good.lines] == [1, 2, 2]
@@ -183,7 +216,9 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fails, kind, tmp
     assert f"{kind.__name__}: no network in {fails}\N{REPLACEMENT CHARACTER}[2J" in line
 
 
-def test_a_slow_tracker_does_not_wait_in_the_loop_and_is_told_at_the_end(tmp_path, monkeypatch, capsys):
+def test_a_slow_tracker_does_not_wait_in_the_loop_and_is_told_at_the_end(
+    tmp_path, monkeypatch, capsys
+):
     slow = Fake("slow")
     monkeypatch.setattr(trackers, "TIMEOUT_S", 0.2)
     begin = time.perf_counter()
@@ -210,20 +245,27 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
     c = TrackersConfig(["absent"])
     check_trackers(c)  # a run made elsewhere can be read here
     with pytest.raises(
-        ValueError, match=r"trackers.names has absent, which is not installed. Run: pip install no_such_package"
+        ValueError,
+        match=r"trackers.names has absent, which is not installed. Run: pip install "
+        r"no_such_package",
     ):
         check_installed(c)
 
 
-# ---- in a run ---------------------------------------------------------------------------------------------------
+# ---- in a run ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("mode", "is_known", "expected"), [(None, False, "offline"), (None, True, None), ("online", False, "online")]
+    ("mode", "is_known", "expected"),
+    [(None, False, "offline"), (None, True, None), ("online", False, "online")],
 )
-def test_wandb_without_a_login_writes_files_and_asks_nothing(mode, is_known, expected, tmp_path, monkeypatch, capsys):
+def test_wandb_without_a_login_writes_files_and_asks_nothing(
+    mode, is_known, expected, tmp_path, monkeypatch, capsys
+):
     given = {}
-    opened = types.SimpleNamespace(id="x", define_metric=lambda *_, **__: None, log=print, finish=lambda: None)
+    opened = types.SimpleNamespace(
+        id="x", define_metric=lambda *_, **__: None, log=print, finish=lambda: None
+    )
     stub = types.SimpleNamespace(Settings=dict, login=lambda prompt: is_known and not prompt)
     stub.init = lambda **options: given.update(options) or opened
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -235,10 +277,19 @@ def test_wandb_without_a_login_writes_files_and_asks_nothing(mode, is_known, exp
 
 
 def test_a_tracker_of_ones_own_file(tmp_path):
-    with tracked(TrackersConfig(["tests.support.own_parts:tracker"]), tmp_path, "name", 0, {}) as send:
+    with tracked(
+        TrackersConfig(["tests.support.own_parts:tracker"]), tmp_path, "name", 0, {}
+    ) as send:
         send({"step": 3, "loss": 1.5})
-    assert json.loads((tmp_path / "tests.support.own_parts.jsonl").read_text()) == {"step": 3, "loss": 1.5}
-    with pytest.raises(ValueError, match=r"'tests.support.own_parts:absent' is not a tracker \(.*absent"):
+    assert json.loads((tmp_path / "tests.support.own_parts.jsonl").read_text()) == {
+        "step": 3,
+        "loss": 1.5,
+    }
+    with pytest.raises(
+        ValueError, match=r"'tests.support.own_parts:absent' is not a tracker \(.*absent"
+    ):
         check_installed(TrackersConfig(["tests.support.own_parts:absent"]))
-    with pytest.raises(ValueError, match=r"'os:system' is not a tracker: .* Write a function of \(package, run\)"):
+    with pytest.raises(
+        ValueError, match=r"'os:system' is not a tracker: .* Write a function of \(package, run\)"
+    ):
         check_installed(TrackersConfig(["os:system"]))

@@ -31,11 +31,13 @@ def sampler(kind: type, settings: Sampling = DRAWN, **training) -> Sampler:
     return Sampler(trace_step(c, kind(c.model)), settings, CONTEXT)
 
 
-# ---- rules --------------------------------------------------------------------------------------------------------
+# ---- rules ---------------------------------------------------------------------------------------
 
 
 def dense_next(name: str, texts: list[list[int]]) -> np.ndarray:
-    """Dense logits f32[texts, V] of the next token, each from its text until then; padding stands apart."""
+    """Dense logits f32[texts, V] of the next token, each from its text until then; padding stands
+    apart.
+    """
     windows = [[models.SIZES.bos_id, *text] for text in texts]
     ids = np.array([window + [0] * (CONTEXT - len(window)) for window in windows])
     last = np.array([len(window) - 1 for window in windows])
@@ -44,7 +46,9 @@ def dense_next(name: str, texts: list[list[int]]) -> np.ndarray:
     def run(w, ids, last):
         place = jnp.broadcast_to(jnp.arange(CONTEXT), ids.shape)
         tokens = ids, place, place > last[:, None]
-        return dense.logits(w, tokens, models.SIZES, **models.DENSE[name])[jnp.arange(len(ids)), last]
+        return dense.logits(w, tokens, models.SIZES, **models.DENSE[name])[
+            jnp.arange(len(ids)), last
+        ]
 
     with jax.set_mesh(tiny.mesh("one device")):
         return np.asarray(run(models.host_weights(name), ids, last))
@@ -68,13 +72,15 @@ def test_texts_are_dense(name):
         assert redrawn(drawing.forward, w, PROMPTS, drawn, DRAWN, CONTEXT) == drawn
         likeliest = sampler(kind, GREEDY).generate(w, PROMPTS)
     assert len({tuple(text) for text in drawn}) == len(PROMPTS)
-    before = [prompt + new[:i] for prompt, new in zip(PROMPTS, likeliest, strict=True) for i in range(20)]
+    before = [
+        prompt + new[:i] for prompt, new in zip(PROMPTS, likeliest, strict=True) for i in range(20)
+    ]
     logits = dense_next(name, before)
     taken = logits[np.arange(len(before)), np.concatenate(likeliest)]
     np.testing.assert_allclose(taken, logits.max(axis=1), rtol=0, atol=1e-4 * np.abs(logits).max())
 
 
-# ---- what a position learns outside of attention ------------------------------------------------------------------
+# ---- what a position learns outside of attention -------------------------------------------------
 
 
 class HiddenShift(train.Llama):
@@ -89,14 +95,19 @@ class HiddenShift(train.Llama):
 
 class Statistics(train.Llama):
     def layer(self, x, w, tokens, attention):
-        return super().layer((x - x.mean(axis=1, keepdims=True)).astype(x.dtype), w, tokens, attention)
+        return super().layer(
+            (x - x.mean(axis=1, keepdims=True)).astype(x.dtype), w, tokens, attention
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("Statistics", "reduce_sum: the logits of a position depend on a later token"),
-        ("OfTheBatch", "reduce_sum: the logits of a position depend on another sequence of the batch"),
+        (
+            "OfTheBatch",
+            "reduce_sum: the logits of a position depend on another sequence of the batch",
+        ),
     ],
 )
 def test_what_sees_ahead_outside_of_attention_or_other_texts_is_refused(name, message):
@@ -164,6 +175,7 @@ def test_what_says_that_it_is_not_causal_is_refused():
         w = models.placed_weights("prefix")
         with pytest.raises(
             ValueError,
-            match=r"cannot sample texts, .* not known .* causal: the model's attention mask says causal=False",
+            match=r"cannot sample texts, .* not known .* causal: the model's attention mask says "
+            r"causal=False",
         ):
             sampler(models.KINDS["prefix"]).generate(w, PROMPTS)

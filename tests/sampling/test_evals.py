@@ -1,4 +1,7 @@
-"""Tasks during training, against models that know the answer. Averages of weights: test_optimizer.py."""
+"""Tasks during training, against models that know the answer.
+
+Averages of weights: test_optimizer.py.
+"""
 
 import types
 from typing import Any
@@ -16,7 +19,9 @@ from tests.support import tiny
 def test_tasks_without_lm_eval_are_an_error_before_the_first_step(monkeypatch):
     monkeypatch.setattr(harness, "has_package", lambda name: False)
     harness.check_tasks([])
-    with pytest.raises(ValueError, match=r"training\.evals has 'arc', a task of lm-eval, which is not installed"):
+    with pytest.raises(
+        ValueError, match=r"training\.evals has 'arc', a task of lm-eval, which is not installed"
+    ):
         harness.check_tasks(["arc"])
 
 
@@ -28,7 +33,9 @@ def test_tasks_of_lm_eval_are_flattened_and_a_failure_is_an_entry(monkeypatch):
     monkeypatch.setattr(samples, "language_model", lambda *_: None)
     monkeypatch.setattr(samples, "tokenizer_of_run", lambda data: None)
     monkeypatch.setattr(samples, "Scorer", lambda *args, **options: object())
-    theirs = {"arc": {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.1, "exact,strict": 0.25}}
+    theirs = {
+        "arc": {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.1, "exact,strict": 0.25}
+    }
 
     def found(model, names, limit):
         if names == ["bad"]:
@@ -49,7 +56,7 @@ def test_tasks_of_lm_eval_are_flattened_and_a_failure_is_an_entry(monkeypatch):
     assert logged == [("evals", numbers | {"failed": "bad: RuntimeError: no dataset"})]
 
 
-# ---- averages of the weights ----------------------------------------------------------------------------------------
+# ---- averages of the weights ---------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -65,5 +72,7 @@ def test_without_an_average_the_program_is_that_of_before(tmp_path):
 @pytest.mark.quick
 def test_an_unknown_average_is_an_error():
     c = tiny.config(eval_average="mean")
-    with pytest.raises(ValueError, match=r"training\.eval_average is 'mean'; choose one of ema, uniform"):
+    with pytest.raises(
+        ValueError, match=r"training\.eval_average is 'mean'; choose one of ema, uniform"
+    ):
         check_config(c)

@@ -1,4 +1,6 @@
-"""Sampling: the cache against training's forward pass, the draw against numpy and transformers, texts on every mesh."""
+"""Sampling: the cache against training's forward pass, the draw against numpy and transformers,
+texts on every mesh.
+"""
 
 import dataclasses
 import functools
@@ -18,11 +20,12 @@ from tests.support import tiny
 from tests.support.redrawn import kept_by_numpy, redrawn
 from tests.support.transformers_models import exported
 
-PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third leaves room for 11 tokens
+# the third leaves room for 11 tokens
+PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]
 CONTEXT = 40
 
 
-# ---- logits -------------------------------------------------------------------------------------------------------
+# ---- logits --------------------------------------------------------------------------------------
 
 
 class LocalPositions(train.Llama):
@@ -42,7 +45,7 @@ def test_a_program_that_depends_on_the_mesh_is_refused():
             sampler.generate(weights("d=4 t=2"), PROMPTS)
 
 
-# ---- texts --------------------------------------------------------------------------------------------------------
+# ---- texts ---------------------------------------------------------------------------------------
 
 
 NUCLEUS = Sampling(max_tokens=20, temperature=0.9, top_k=20, top_p=0.9, seed=5)
@@ -60,7 +63,9 @@ def weights(mesh):
 
 def generate(mesh, settings=NUCLEUS, prompts=PROMPTS, batch=64, **changes):
     with jax.set_mesh(tiny.mesh(mesh)):
-        return Sampler(tiny.step(tiny.config(**changes)), settings, CONTEXT, batch).generate(weights(mesh), prompts)
+        return Sampler(tiny.step(tiny.config(**changes)), settings, CONTEXT, batch).generate(
+            weights(mesh), prompts
+        )
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +85,16 @@ def texts(sampler):
 @pytest.mark.long
 def test_tokens_are_those_of_the_uncached_forward_pass(sampler, texts):
     with jax.set_mesh(tiny.mesh("one device")):
-        assert redrawn(sampler.forward, weights("one device"), PROMPTS, texts, NUCLEUS, CONTEXT) == texts
+        assert (
+            redrawn(sampler.forward, weights("one device"), PROMPTS, texts, NUCLEUS, CONTEXT)
+            == texts
+        )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("mesh", "gather", "batch"), [("one device", "layer", 2), ("t=8", "layer", 64), ("r=2 d=2 t=2", "step", 64)]
+    ("mesh", "gather", "batch"),
+    [("one device", "layer", 2), ("t=8", "layer", 64), ("r=2 d=2 t=2", "step", 64)],
 )
 def test_texts_are_the_same_on_every_mesh_and_in_any_batch(mesh, gather, batch, texts):
     """With weights gathered in each layer, or ahead."""
@@ -94,7 +103,9 @@ def test_texts_are_the_same_on_every_mesh_and_in_any_batch(mesh, gather, batch, 
 
 def test_noise_is_that_of_seed_text_and_place():
     def noise(seed, number, place):
-        return np.asarray(gumbel_noise(np.int32([number]), np.int32([place]), 9, Sampling(seed=seed)))
+        return np.asarray(
+            gumbel_noise(np.int32([number]), np.int32([place]), 9, Sampling(seed=seed))
+        )
 
     np.testing.assert_array_equal(noise(1, 2, 3), noise(1, 2, 3))
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2)):
@@ -114,13 +125,20 @@ def test_a_stop_token_ends_its_text_alone(texts):
 
 @pytest.mark.long
 def test_greedy_text_is_that_of_llama():
-    torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
+    torch = pytest.importorskip(
+        "torch", reason="the Llama oracle needs torch, installed on Python 3.11 only"
+    )
     c, prompts = tiny.model(), PROMPTS[:2] + PROMPTS[3:]
     drawn = generate("one device", Sampling(max_tokens=20, temperature=0), prompts)
     model = exported(c, weights("one device"))
     for prompt, found in zip(prompts, drawn, strict=True):
         ids = torch.tensor([[c.bos_id, *prompt]])
-        options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options = {
+            "max_new_tokens": 20,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         assert found == out[0, ids.shape[1] :].tolist()
 
@@ -136,13 +154,18 @@ def test_a_text_is_over_where_its_reader_says_so():
         return prompt == [5]
 
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        found = Sampler(tiny.step(tiny.config()), settings, CONTEXT).generate(weights("d=4 t=2"), [[5], [6]], is_over)
+        found = Sampler(tiny.step(tiny.config()), settings, CONTEXT).generate(
+            weights("d=4 t=2"), [[5], [6]], is_over
+        )
     assert found == [whole[0][:32], whole[1]]
     assert asked[:2] == [([5], 32), ([6], 32)]
 
 
 def test_texts_are_numbered_over_all_batches_and_end_with_the_context(monkeypatch):
-    """Each token that is drawn here is the number of its text. A prompt of 7 tokens leaves room for one."""
+    """Each token that is drawn here is the number of its text.
+
+    A prompt of 7 tokens leaves room for one.
+    """
     monkeypatch.setattr(sampler_module, "CHUNK", 4)
     with jax.set_mesh(tiny.mesh("one device")):
         sampler = Sampler(tiny.step(tiny.config()), Sampling(max_tokens=6), 8, batch=2)
@@ -161,14 +184,24 @@ def test_texts_are_numbered_over_all_batches_and_end_with_the_context(monkeypatc
     assert texts == [[0], [1] * 5, [2] * 6, [3] * 6, [4] * 2]
 
 
-# ---- the draw -----------------------------------------------------------------------------------------------------
+# ---- the draw ------------------------------------------------------------------------------------
 
 
 FILTERS = [
     Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    for temperature, top_k, top_p in [(1, None, 1.0), (0.7, 5, 1.0), (1.5, None, 0.8), (0.5, 9, 0.6), (1, 99, 1e-6)]
+    for temperature, top_k, top_p in [
+        (1, None, 1.0),
+        (0.7, 5, 1.0),
+        (1.5, None, 0.8),
+        (0.5, 9, 0.6),
+        (1, 99, 1e-6),
+    ]
 ]
-FILTERS += [Sampling(min_p=0.1), Sampling(temperature=1.5, top_k=9, top_p=0.9, min_p=0.3), Sampling(min_p=1.0)]
+FILTERS += [
+    Sampling(min_p=0.1),
+    Sampling(temperature=1.5, top_k=9, top_p=0.9, min_p=0.3),
+    Sampling(min_p=1.0),
+]
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +211,16 @@ def logits():
 
 @pytest.mark.parametrize("s", FILTERS)
 def test_top_k_top_p_and_min_p_leave_what_transformers_leaves(s, logits):
-    torch = pytest.importorskip("torch", reason="transformers' warpers need torch, installed on Python 3.11 only")
+    torch = pytest.importorskip(
+        "torch", reason="transformers' warpers need torch, installed on Python 3.11 only"
+    )
     pytest.importorskip("transformers", reason="the warpers are those of transformers")
-    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     expected = TemperatureLogitsWarper(float(s.temperature))(None, torch.tensor(logits))
     if s.top_k is not None:
@@ -200,11 +240,16 @@ def test_tokens_are_as_frequent_as_the_softmax_says(s):
     rng, draws = np.random.default_rng(0), 2**17
     row = rng.normal(0, 1.5, 16).astype(np.float32)
 
-    def run(logits: f32["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"]) -> u32["B/r/d L"]:
+    def run(
+        logits: f32["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"]
+    ) -> u32["B/r/d L"]:
         return choose(logits, number, place, s)
 
     shape = (8, draws // 8)
-    number, place = np.int32(np.arange(draws).reshape(shape) // 64), np.int32(np.arange(draws).reshape(shape) % 64)
+    number, place = (
+        np.int32(np.arange(draws).reshape(shape) // 64),
+        np.int32(np.arange(draws).reshape(shape) % 64),
+    )
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         drawn = np.asarray(tiny.per_device(run)(np.broadcast_to(row, (*shape, 16)), number, place))
     scaled = row / np.float32(s.temperature)
@@ -251,7 +296,9 @@ def test_settings_out_of_range(settings, message):
 
 def test_ids_and_contexts_out_of_range():
     with jax.set_mesh(tiny.mesh("one device")):
-        with pytest.raises(ValueError, match=r"prompt 1 has the token id 64; those of the model are 0 to 63"):
+        with pytest.raises(
+            ValueError, match=r"prompt 1 has the token id 64; those of the model are 0 to 63"
+        ):
             Sampler(tiny.step(tiny.config()), Sampling(), context=8).generate(None, [[1], [64]])
         with pytest.raises(ValueError, match=r"prompt 1 has 8 tokens; it must have fewer than 8"):
             Sampler(tiny.step(tiny.config()), Sampling(), context=8).generate(None, [[1], [2] * 8])

@@ -14,7 +14,10 @@ from tests.support import rule_models, tiny
 from tests.support.transformers_models import exported
 
 LENGTHS = [1, 2, 16, 17, 3, 9, 17, 5, 4]
-SEQUENCES = [np.random.default_rng(n).integers(0, 64, length + 1).tolist() for n, length in enumerate(LENGTHS)]
+SEQUENCES = [
+    np.random.default_rng(n).integers(0, 64, length + 1).tolist()
+    for n, length in enumerate(LENGTHS)
+]
 """None begins with bos."""
 
 
@@ -26,7 +29,9 @@ def scorer(c):
 @pytest.mark.parametrize(("mesh", "batch"), [("one device", 2), ("d=4 t=2", 900)])
 def test_losses_are_those_of_transformers(mesh, batch, monkeypatch):
     """Sequences of all lengths in a row of batches, on any mesh, with any first token."""
-    torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
+    torch = pytest.importorskip(
+        "torch", reason="the Llama oracle needs torch, installed on Python 3.11 only"
+    )
     monkeypatch.setattr(scoring, "POSITIONS", batch * max(LENGTHS))
     c = tiny.model()
     with jax.set_mesh(tiny.mesh(mesh)):
@@ -36,19 +41,25 @@ def test_losses_are_those_of_transformers(mesh, batch, monkeypatch):
     for ids, scored in zip(SEQUENCES, found, strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids[:-1]]), use_cache=False).logits[0]
-        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+        expected = torch.nn.functional.cross_entropy(
+            logits, torch.tensor(ids[1:]), reduction="none"
+        )
         np.testing.assert_allclose(scored.losses, expected, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(scored.likeliest, logits.argmax(-1) == torch.tensor(ids[1:]))
 
 
 @pytest.mark.long
 def test_padding_is_not_seen():
-    """By a rule that sees later positions: in a row of its own length, a sequence has the same losses."""
+    """By a rule that sees later positions: in a row of its own length, a sequence has the same
+    losses.
+    """
     c, ids = tiny.model(), SEQUENCES[1]  # shorter than the prefix
     with jax.set_mesh(tiny.mesh("one device")):
         w = tiny.weights(c)
         step = trace_step(tiny.config(c), rule_models.KINDS["prefix"](c))
-        exact, padded = (Scorer(step, train.cross_entropy, n).losses(w, [ids]) for n in (len(ids) - 1, 16))
+        exact, padded = (
+            Scorer(step, train.cross_entropy, n).losses(w, [ids]) for n in (len(ids) - 1, 16)
+        )
     np.testing.assert_allclose(next(padded).losses, next(exact).losses, rtol=1e-5)
 
 
@@ -64,7 +75,9 @@ def test_the_likeliest_text_is_told():
             found = s.losses(w, ([*context, *text, token] for token in range(c.vocab)))
             text.append(int(np.argmin([scored.losses[-1] for scored in found])))
         other = [*text[:-1], (text[-1] + 1) % c.vocab]
-        (best, is_best), (less, is_less) = log_likelihoods(s, w, [(context, text), (context, other)])
+        (best, is_best), (less, is_less) = log_likelihoods(
+            s, w, [(context, text), (context, other)]
+        )
     assert best > less
     assert (is_best, is_less) == (True, False)
 
@@ -85,7 +98,8 @@ def test_sequences_that_cannot_be_read():
 
 
 @pytest.mark.parametrize(
-    ("context", "read"), [(3, [2, 3, 4, 8, 9]), (4, [1, 2, 3, 4, 8, 9]), (5, [1, 2, 3, 4, 8, 9]), (1, [4, 8, 9])]
+    ("context", "read"),
+    [(3, [2, 3, 4, 8, 9]), (4, [1, 2, 3, 4, 8, 9]), (5, [1, 2, 3, 4, 8, 9]), (1, [4, 8, 9])],
 )
 def test_a_context_that_is_too_long_loses_its_start_alone(context, read):
     """A sequence has one token more than the five that have losses."""

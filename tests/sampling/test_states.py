@@ -42,7 +42,9 @@ def test_a_step_that_errs_far_from_the_beginning_is_refused():
     """What a block of 64 positions keeps is read by the next one."""
     check_of(models.Blocks, context=160)
     blind = type("Blind", (models.Blocks,), {"step": staticmethod(models.blind_step)})
-    with pytest.raises(ValueError, match="with the states kv, block, the logits of random texts differ"):
+    with pytest.raises(
+        ValueError, match="with the states kv, block, the logits of random texts differ"
+    ):
         check_of(blind, context=160)
 
 
@@ -60,9 +62,15 @@ def test_latent_attention_keeps_latents(mesh):
     with module_of(changed("latent_attention")) as changed_train, jax.set_mesh(tiny.mesh(mesh)):
         c = tiny.config(changed_train.ModelConfig(**models.SIZES, module="changed_train"))
         model = load_model(c.model)
-        cache.check_cache(changed_train.Forward(model, c.training, changed_train.softmax_attention), CONTEXT)
+        cache.check_cache(
+            changed_train.Forward(model, c.training, changed_train.softmax_attention), CONTEXT
+        )
         kept = {path: repr(t) for path, t, _ in arrays_of(model.State, ABSENT)}
-    assert kept == {"kv.latent": "act['B/b S R']", "kv.turned": "act['B/b S N']", "kv.position": "i32['B/b S']"}
+    assert kept == {
+        "kv.latent": "act['B/b S R']",
+        "kv.turned": "act['B/b S N']",
+        "kv.position": "i32['B/b S']",
+    }
 
 
 @functools.cache
@@ -76,7 +84,10 @@ def host_weights(name: str):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", models.KINDS)
 def test_texts_are_those_of_the_forward_pass(name, mesh, monkeypatch):
-    """Prompts have several lengths: padding leaves a state. On several devices, the programs are proved."""
+    """Prompts have several lengths: padding leaves a state.
+
+    On several devices, the programs are proved.
+    """
     monkeypatch.setattr(sampler_module, "CHUNK", 5)
     kind = models.KINDS[name]
     c = tiny.config(ModelConfig(**models.SIZES))
@@ -105,7 +116,9 @@ def looped(q, k, v, starts):
 def test_the_delta_rule_is_a_loop():
     """By steps without documents, and by the solve with them."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(2, 9, 3, *dims)).astype(np.float32) for dims in ((2, 4), (4,), (5,)))
+    q, k, v = (
+        rng.normal(size=(2, 9, 3, *dims)).astype(np.float32) for dims in ((2, 4), (4,), (5,))
+    )
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     state, found = np.zeros((2, 3, 4, 5), np.float32), []
     for i in range(9):
@@ -113,7 +126,9 @@ def test_the_delta_rule_is_a_loop():
         found.append(out)
     np.testing.assert_allclose(np.stack(found, 1), looped(q, k, v, np.zeros((2, 9))), atol=1e-5)
     starts = rng.random((2, 9)) < 0.3
-    np.testing.assert_allclose(models.delta(q, k, v, starts.cumsum(1)), looped(q, k, v, starts), atol=1e-5)
+    np.testing.assert_allclose(
+        models.delta(q, k, v, starts.cumsum(1)), looped(q, k, v, starts), atol=1e-5
+    )
 
 
 @pytest.mark.long
@@ -133,11 +148,13 @@ def test_the_model_of_the_page(dtype, tmp_path):
             assert redrawn(sampler.forward, w, PROMPTS, texts, DRAWN, CONTEXT) == texts
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def delta_of(name: str = "matrix", state: type = models.Memory, step=models.delta_step) -> type:
-    return type("Wrong", (models.Delta,), {"name": name, "State": state, "step": staticmethod(step)})
+    return type(
+        "Wrong", (models.Delta,), {"name": name, "State": state, "step": staticmethod(step)}
+    )
 
 
 def ends(change):
@@ -176,11 +193,20 @@ class Cut(models.Both):
             delta_of(step=models.forgetful_step),
             "with the states matrix, the logits of random texts differ from",
         ),
-        (delta_of("matrx"), "state_models.py:.*: a layer keeps `matrx`, which the model's Memory does not declare"),
+        (
+            delta_of("matrx"),
+            "state_models.py:.*: a layer keeps `matrx`, which the model's Memory does not declare",
+        ),
         (delta_of(state=NoSize), r"a state f32\['B/b K/t Z 4'\]: dim Z has no size"),
-        (delta_of(step=ends(lambda x: x[..., :2])), r"state_models.py:.*: the state matrix, .*: size mismatch"),
+        (
+            delta_of(step=ends(lambda x: x[..., :2])),
+            r"state_models.py:.*: the state matrix, .*: size mismatch",
+        ),
         (delta_of(step=ends(jnp.bfloat16)), r"the state matrix, f32.*: its dtype is bfloat16"),
-        (delta_of(step=ends(lambda x: (x, x))), "a layer keeps 2 arrays as `matrix`, of which the model's State has 1"),
+        (
+            delta_of(step=ends(lambda x: (x, x))),
+            "a layer keeps 2 arrays as `matrix`, of which the model's State has 1",
+        ),
         (delta_of(step=lambda *x: models.delta_step(*x)[0]), "a step of a state returns f32"),
         (TwiceInOne, "a layer keeps `matrix` twice"),
         (Cut, r"an input of the state `last` has the shape \[2, 6, 16\], .* positions \[2, 12\]"),
@@ -205,6 +231,7 @@ class LatePositions:
 def test_a_type_that_is_not_that_of_a_state_is_refused(state, monkeypatch):
     monkeypatch.setattr(train.Llama, "State", state, raising=False)
     with pytest.raises(
-        ValueError, match=r"the model's State.matrix: f32\['.*'\]: a state begins with B/b, the sequences"
+        ValueError,
+        match=r"the model's State.matrix: f32\['.*'\]: a state begins with B/b, the sequences",
     ):
         load_model(tiny.model())

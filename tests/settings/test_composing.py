@@ -39,7 +39,10 @@ def _composed(tmp_path, monkeypatch):
     def composed(*arguments):
         monkeypatch.setattr(sys, "argv", ["train", *arguments])
         found = []
-        start(Program("python -m train", CONFIGS, None, Config), lambda config: found.append(made(Config, config)))
+        start(
+            Program("python -m train", CONFIGS, None, Config),
+            lambda config: found.append(made(Config, config)),
+        )
         return found
 
     return composed
@@ -49,7 +52,9 @@ def _composed(tmp_path, monkeypatch):
 def _mine(tmp_path):
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "model" / "mymodel.yaml").write_text("vocab: 1280\n")
-    (tmp_path / "mine" / "mine.yaml").write_text("defaults: [local_test_synthetic, _self_]\ntraining: {steps: 5}\n")
+    (tmp_path / "mine" / "mine.yaml").write_text(
+        "defaults: [local_test_synthetic, _self_]\ntraining: {steps: 5}\n"
+    )
     return f"--config-dir={tmp_path}/mine"
 
 
@@ -59,14 +64,24 @@ def test_configurations_of_config_dir_in_any_order(mine, composed):
     (config,) = composed("training.seed=3", mine, "model=mymodel", "--config-name=mine", *lists)
     assert (config.model["vocab"], config.training.steps, config.training.seed) == (1280, 5, 3)
     assert (config.data.skip_steps, config.training.sample_prompts) == ([3], ["It is a truth"])
-    with pytest.raises(SystemExit, match=r"model is mymodl; choose one of .*Did you mean mymodel\?"):
+    with pytest.raises(
+        SystemExit, match=r"model is mymodl; choose one of .*Did you mean mymodel\?"
+    ):
         composed(mine, BASE, "model=mymodl")
 
 
 def test_a_sweep_is_composed_as_a_whole_before_its_first_job(composed):
-    swept = "model=glob(de*)", "training.seed=range(1,2)", "data.skip_steps=[1],[2]", "paths.model_name=x"
+    swept = (
+        "model=glob(de*)",
+        "training.seed=range(1,2)",
+        "data.skip_steps=[1],[2]",
+        "paths.model_name=x",
+    )
     found = composed(BASE, "--multirun", *swept)
-    assert [(config.training.seed, config.data.skip_steps) for config in found] == [(1, [1]), (1, [2])]
+    assert [(config.training.seed, config.data.skip_steps) for config in found] == [
+        (1, [1]),
+        (1, [2]),
+    ]
     with pytest.raises(SystemExit, match=r"^Error: training\.seed is x; it must be a whole number"):
         composed(BASE, "--multirun", "training.seed=1,x", "paths.model_name=x")
 
@@ -79,7 +94,12 @@ def test_a_run_is_found_by_what_a_shell_completes(value, tmp_path, monkeypatch):
     tool = Program("python -m tools.generate", CONFIGS, "base", CheckpointChoice)
     assert parse(tool, [value, "trust=true"]).words == ["trust=true", 'run="runs/x"']
     assert parse(tool, ["run=s3://x/y"]).words == ["run=s3://x/y"]
-    several = Program("python -m tools.report", CONFIGS, "base", dataclasses.make_dataclass("Settings", [("run", Any)]))
+    several = Program(
+        "python -m tools.report",
+        CONFIGS,
+        "base",
+        dataclasses.make_dataclass("Settings", [("run", Any)]),
+    )
     assert parse(several, [value, "runs/a,b"]).words == ['run=["runs/x","runs/a,b"]']
 
 
@@ -91,7 +111,9 @@ def test_a_configuration_is_found_by_its_path(mine, composed, tmp_path):
 
 
 def test_a_directory_is_read_beside_the_projects_own(mine, composed, tmp_path, monkeypatch):
-    """Such as that of an imported model, by the command that the import prints; and it comes first."""
+    """Such as that of an imported model, by the command that the import prints; and it comes
+    first.
+    """
     (tmp_path / "project" / "configs").mkdir(parents=True)
     text = "defaults: [local_test_synthetic, _self_]\ntraining: {steps: %d}\n"
     for name, steps in (("own", 7), ("mine", 8)):
@@ -103,7 +125,9 @@ def test_a_directory_is_read_beside_the_projects_own(mine, composed, tmp_path, m
     assert config.training.steps == 5
 
 
-@pytest.mark.parametrize("given", ["++training.steps=7", "training={steps:7}", "++training={steps:7}"])
+@pytest.mark.parametrize(
+    "given", ["++training.steps=7", "training={steps:7}", "++training={steps:7}"]
+)
 def test_a_section_is_given_in_any_form(given, composed):
     (config,) = composed(BASE, given)
     assert config.training.steps == 7
@@ -112,15 +136,21 @@ def test_a_section_is_given_in_any_form(given, composed):
 
 
 def test_settings_of_hydra_are_its_own(composed):
-    (config,) = composed(BASE, "hydra.job.chdir=false", "hydra.verbose=false", "+hydra.job.env_set.A=1")
+    (config,) = composed(
+        BASE, "hydra.job.chdir=false", "hydra.verbose=false", "+hydra.job.env_set.A=1"
+    )
     assert not hasattr(config, "hydra")
 
 
 def test_a_null_section_is_made_by_its_first_setting(composed):
-    (config,) = composed(BASE, "data.filespec=null", "data.stream.train_files=[a]", "optimizer.base.d_model=64")
+    (config,) = composed(
+        BASE, "data.filespec=null", "data.stream.train_files=[a]", "optimizer.base.d_model=64"
+    )
     assert (config.data.stream.train_files, config.data.stream.text_field) == (["a"], "text")
     assert config.optimizer.base == {"d_model": 64}
-    (config,) = composed(BASE, "+data.mixture.a.filespec=x", "++data.mixture.b={filespec:y,weight:2}")
+    (config,) = composed(
+        BASE, "+data.mixture.a.filespec=x", "++data.mixture.b={filespec:y,weight:2}"
+    )
     assert {name: source.weight for name, source in config.data.mixture.items()} == {"a": 1, "b": 2}
 
 
@@ -141,8 +171,10 @@ OWN = {
     "training: {steps: x}": "training.steps is x; it must be a whole number, or null.",
     "training.steps: 3": "training.steps is not a setting here; write training: {steps: <value>}.",
     "data: {mixture: {a: {weigth: 1}}}": "there is no setting data.mixture.a.weigth. Did you mean",
-    "optimizer: {groups: [{mach: x}]}": "there is no setting optimizer.groups[0].mach. Did you mean",
-    "paths: {model_name: 2026_01}": "paths.model_name is 202601; it must be a text, or null. Put it in quotes.",
+    "optimizer: {groups: [{mach: x}]}": "there is no setting optimizer.groups[0].mach. Did you "
+    "mean",
+    "paths: {model_name: 2026_01}": "paths.model_name is 202601; it must be a text, or null. Put "
+    "it in quotes.",
     "training: [steps]": "In 'mine': ConfigTypeError raised while composing config: Cannot merge",
     "mesh: {d: 1": "configs/mine.yaml",
     "mesh: {d: 1}\nmesh: {t: 1}": "found duplicate key mesh",
@@ -164,12 +196,16 @@ def test_a_wrong_file_is_refused_in_one_line(content, tmp_path, composed):
 def test_a_file_without_defaults_is_refused(tmp_path, composed):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "mine.yaml").write_text("mesh: {d: 1}")
-    with pytest.raises(SystemExit, match=r"Begin the configuration with `defaults: \[base, _self_\]`\."):
+    with pytest.raises(
+        SystemExit, match=r"Begin the configuration with `defaults: \[base, _self_\]`\."
+    ):
         composed("--config-name=mine")
 
 
 def test_own_configurations_are_suggested(mine, composed):
-    with pytest.raises(SystemExit, match=r"--config-name is min; choose one of .*\. Did you mean mine\?"):
+    with pytest.raises(
+        SystemExit, match=r"--config-name is min; choose one of .*\. Did you mean mine\?"
+    ):
         composed(mine, "--config-name=min")
 
 
@@ -177,21 +213,29 @@ def test_a_home_directory_is_expanded_in_all_paths(monkeypatch):
     """In lists, mappings and later changes; URLs and texts stay."""
     monkeypatch.setenv("HOME", "/home/me")
     change = "training.changes=[{step: 1, data.filespec: '~/d'}]"
-    c = launch.composed("local_test_synthetic", "data.filespec=~/x y", "paths.root_working_dir=~", change)
+    c = launch.composed(
+        "local_test_synthetic", "data.filespec=~/x y", "paths.root_working_dir=~", change
+    )
     assert (c.data.filespec, c.paths.root_working_dir) == ("/home/me/x y", "/home/me")
     assert config_at(c, 1).data.filespec == "/home/me/d"
     none = "data.filespec=null", "training.sample_prompts=[~]"
     c = launch.composed("local_test_synthetic", "data.stream.train_files=[~/a,b~,s3://~/c]", *none)
-    assert (c.data.stream.train_files, c.training.sample_prompts) == (["/home/me/a", "b~", "s3://~/c"], ["~"])
+    assert (c.data.stream.train_files, c.training.sample_prompts) == (
+        ["/home/me/a", "b~", "s3://~/c"],
+        ["~"],
+    )
     c = launch.composed("local_test_synthetic", "+data.mixture.a.filespec=~/d", *none)
     assert c.data.mixture["a"].filespec == "/home/me/d"
-    with pytest.raises(ValueError, match=r"data\.filespec is ~nobody_/d, but there is no such home directory"):
+    with pytest.raises(
+        ValueError, match=r"data\.filespec is ~nobody_/d, but there is no such home directory"
+    ):
         launch.composed("local_test_synthetic", "data.filespec=~nobody_/d")
 
 
 ABOUT_A_FILE = {"text_separator", "export_interval", "report", "compilation_cache"}
 ABOUT_A_FILE |= {"model_name", "max_bad_rows", "dtype"}
-"""Settings whose docstrings speak of files, and which are none. compilation_cache expands its own, and that of JAX."""
+"""Settings whose docstrings speak of files, and which are none. compilation_cache expands its own,
+and that of JAX."""
 
 
 def declared(schema: type) -> Iterator[tuple[dataclasses.Field, str]]:
@@ -204,10 +248,20 @@ def declared(schema: type) -> Iterator[tuple[dataclasses.Field, str]]:
 
 
 def test_what_a_docstring_calls_a_file_expands_it():
-    tools = [path for path in (ROOT / "shardwright/tools").rglob("*.py") if "@dataclass" in path.read_text()]
-    modules = [importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in tools]
+    tools = [
+        path
+        for path in (ROOT / "shardwright/tools").rglob("*.py")
+        if "@dataclass" in path.read_text()
+    ]
+    modules = [
+        importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for path in tools
+    ]
     classes = [
-        x for module in modules for x in vars(module).values() if isinstance(x, type) and dataclasses.is_dataclass(x)
+        x
+        for module in modules
+        for x in vars(module).values()
+        if isinstance(x, type) and dataclasses.is_dataclass(x)
     ]
     schemas = [x for x in classes if x.__name__ == "Settings" or issubclass(x, Config)]
     found = {field.name: field for x in schemas for field, doc in declared(x) if FILES.search(doc)}
@@ -215,10 +269,14 @@ def test_what_a_docstring_calls_a_file_expands_it():
     assert {name for name, field in found.items() if "path" not in field.metadata} == ABOUT_A_FILE
 
 
-@pytest.mark.parametrize("text", ["a b", "it's", "x, y", "{1}", "[1]", "a~", "é=1", 'q"', "$x", "${x}", "null", "1e3"])
+@pytest.mark.parametrize(
+    "text", ["a b", "it's", "x, y", "{1}", "[1]", "a~", "é=1", 'q"', "$x", "${x}", "null", "1e3"]
+)
 def test_a_printed_setting_is_the_same_again(text, composed):
     """In a shell."""
-    words = shlex.split(f"{override('data.filespec', text)} {override('hardware.chip', f'{text}/b')}")
+    words = shlex.split(
+        f"{override('data.filespec', text)} {override('hardware.chip', f'{text}/b')}"
+    )
     (config,) = composed(BASE, *words)
     assert (config.data.filespec, config.hardware.chip) == (text, f"{text}/b")
 
@@ -228,7 +286,9 @@ def test_messages_name_commands_as_the_program_was_started(monkeypatch):
     text = "run python -m train, python -m tools.plan, or pip install -e '.[eval]'; docs/plan.md"
     assert as_installed(text) == text
     monkeypatch.setattr(sys, "argv", ["shardwright plan"])
-    expected = "run shardwright train, shardwright plan, or pip install 'shardwright[eval]'; docs/plan.md"
+    expected = (
+        "run shardwright train, shardwright plan, or pip install 'shardwright[eval]'; docs/plan.md"
+    )
     assert as_installed(text) == expected
 
 
@@ -275,5 +335,11 @@ def test_texts_of_a_list_keep_what_a_command_line_has(composed):
 
 
 def test_numbers_and_truth_values_have_several_forms(composed):
-    (config,) = composed(BASE, "training.steps=1e3", "optimizer.z_loss=1e-4", "training.document_mask=no")
-    assert (config.training.steps, config.optimizer.z_loss, config.training.document_mask) == (1000, 1e-4, False)
+    (config,) = composed(
+        BASE, "training.steps=1e3", "optimizer.z_loss=1e-4", "training.document_mask=no"
+    )
+    assert (config.training.steps, config.optimizer.z_loss, config.training.document_mask) == (
+        1000,
+        1e-4,
+        False,
+    )

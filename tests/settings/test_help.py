@@ -16,7 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """A fresh Python: without this process's devices."""
-    env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "HYDRA_FULL_ERROR")}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("XLA_FLAGS", "HYDRA_FULL_ERROR")
+    }
     env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
@@ -29,7 +33,10 @@ def python(code: str, *arguments: str, **environment: str) -> subprocess.Complet
         ("train", ["local_test_synthetic", "training.batch_size (a whole number)"]),
         ("train model.module=moe", ["model.experts_per_token (a whole number) must be given"]),
         ("tools.generate", ["max_tokens (a whole number) = 200", "Most tokens to add to a prompt"]),
-        ("tools.verify", ["verify.devices (a whole number) = 8", "model.vocab (a whole number) must be given"]),
+        (
+            "tools.verify",
+            ["verify.devices (a whole number) = 8", "model.vocab (a whole number) must be given"],
+        ),
     ],
 )
 def test_help_lists_configurations_and_settings(program, shown):

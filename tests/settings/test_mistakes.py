@@ -1,4 +1,5 @@
-"""What programs answer to mistakes on the command line: mistakes.txt has commands, and below each its message.
+"""What programs answer to mistakes on the command line: mistakes.txt has commands, and below each
+its message.
 
 python tests/settings/test_mistakes.py    # writes the messages of today into mistakes.txt
 """
@@ -25,17 +26,28 @@ def commands() -> list[str]:
 
 
 def answered(command: str) -> str:
-    """What a command prints, run in a forked process: a fresh start takes seconds. Its directory is {here}."""
+    """What a command prints, run in a forked process: a fresh start takes seconds.
+
+    Its directory is {here}.
+    """
     with tempfile.TemporaryDirectory() as parent:
         here, said = Path(parent, "here"), Path(parent, "said")
         here.mkdir()
         child = os.fork()
         if child == 0:
-            _become(shlex.split(command.replace("{here}", str(here)).replace("{root}", str(ROOT))), here, said)
+            _become(
+                shlex.split(command.replace("{here}", str(here)).replace("{root}", str(ROOT))),
+                here,
+                said,
+            )
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         text = said.read_text().replace(str(here), "{here}").replace(str(ROOT), "{root}")
         left = [str(path.relative_to(here)) for path in here.rglob("*") if path.name != "runs"]
-        return text if status in (1, 2) and not left else f"{text}exit status {status}; left behind: {left}\n"
+        return (
+            text
+            if status in (1, 2) and not left
+            else f"{text}exit status {status}; left behind: {left}\n"
+        )
 
 
 def _become(arguments: list[str], here: Path, said: Path) -> None:
@@ -66,15 +78,24 @@ def table() -> str:
     def said(command):
         return "".join(f"    {line}\n" for line in answered(command).splitlines())
 
-    return "\n".join(head) + "\n\n" + "\n".join(f"{command}\n{said(command)}" for command in commands())
+    return (
+        "\n".join(head)
+        + "\n\n"
+        + "\n".join(f"{command}\n{said(command)}" for command in commands())
+    )
 
 
 @pytest.mark.long
 def test_messages_are_those_of_the_table():
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "HYDRA_FULL_ERROR")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "HYDRA_FULL_ERROR")
+    }
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "100"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--print"], env=environment, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", __file__, "--print"],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == TABLE.read_text(), done.stderr
 

@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 def test_where_it_came_from_is_shown_on_demand(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": "1"}
     command = [sys.executable, "-m", "tools.inspect_data", "filespec=nowhere.zarr"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
     assert "in _read_attributes" in done.stderr
 
@@ -23,13 +25,23 @@ def test_where_it_came_from_is_shown_on_demand(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_a_platform_that_jax_cannot_start(platform, tmp_path):
-    """As on any host without the plugin or the device: jax 0.10 asserts, or raises a RuntimeError."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": platform, "HYDRA_FULL_ERROR": "0"}
+    """As on any host without the plugin or the device: jax 0.10 asserts, or raises a
+    RuntimeError.
+    """
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": platform,
+        "HYDRA_FULL_ERROR": "0",
+    }
     data = f"data.filespec={ROOT}/synthetic_dataset.zarr"
     command = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", data]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
-    assert done.stderr.startswith(f"Error: JAX_PLATFORMS is {platform}, and JAX cannot start it. Check that")
+    assert done.stderr.startswith(
+        f"Error: JAX_PLATFORMS is {platform}, and JAX cannot start it. Check that"
+    )
     assert f"'shardwright[{platform}]'" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
@@ -40,7 +52,9 @@ STARTED = ["train", "tools.plan", "tools.generate", "shardwright train", "shardw
 
 def started(command: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
     words = [sys.executable, *flags, "-m", *command.split()]
-    return subprocess.run(words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.parametrize("command", STARTED)
@@ -48,7 +62,11 @@ def test_ctrl_c_during_the_imports_is_one_line(command, tmp_path):
     for package in ("jax", "hydra"):
         (tmp_path / f"{package}.py").write_text("raise KeyboardInterrupt\n")
     done = started(command, PYTHONPATH=str(tmp_path))
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Error: interrupted by Ctrl-C.\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        130,
+        "",
+        "Error: interrupted by Ctrl-C.\n",
+    )
 
 
 @pytest.mark.parametrize("command", STARTED)
@@ -56,7 +74,8 @@ def test_outside_of_its_environment_a_program_names_what_is_missing(command):
     done = started(command, "-S", PYTHONPATH="")  # without site-packages
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(
-        r"Error: this needs the package \w+, which .* lacks\. Activate the environment .*\n", done.stderr
+        r"Error: this needs the package \w+, which .* lacks\. Activate the environment .*\n",
+        done.stderr,
     )
 
 

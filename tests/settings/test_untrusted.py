@@ -13,8 +13,16 @@ BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c
 
 
 def test_no_character_that_a_terminal_obeys_is_shown():
-    """By the categories of Unicode: controls, surrogates, and separators of lines and paragraphs."""
-    for code in (*range(0x3000), *range(0xD7F0, 0xE010), *range(0xFE00, 0x10100), 0xE0001, 0x10FFFF):
+    """By the categories of Unicode: controls, surrogates, and separators of lines and
+    paragraphs.
+    """
+    for code in (
+        *range(0x3000),
+        *range(0xD7F0, 0xE010),
+        *range(0xFE00, 0x10100),
+        0xE0001,
+        0x10FFFF,
+    ):
         sign = chr(code)
         obeyed = sign in BIDI or unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp")
         expected = "\ufffd" if obeyed and sign not in "\n\t" else sign

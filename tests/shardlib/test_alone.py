@@ -60,7 +60,10 @@ def test_without_it_values_may_not_differ():
     def steps(w: f32["R/r M"], x: f32["R/r B/d M"]) -> f32["R/r M"]:
         return lax.map(lambda own: step(*own), (w, x))
 
-    with jax.sharding.use_abstract_mesh(MESH), pytest.raises(ShardError, match=r"argument w: .* between devices of r,"):
+    with (
+        jax.sharding.use_abstract_mesh(MESH),
+        pytest.raises(ShardError, match=r"argument w: .* between devices of r,"),
+    ):
         jax.eval_shape(steps, W, X)
 
 
@@ -70,5 +73,8 @@ def test_a_group_in_a_message_is_the_axes_that_are_left():
         with shardops.alone("r"):
             return lax.map(lambda own: shardops.einsum_unreduced("M, B/b M -> ", *own), (w, x))
 
-    with jax.sharding.use_abstract_mesh(MESH), pytest.raises(ShardError, match="contracting B/d sums only"):
+    with (
+        jax.sharding.use_abstract_mesh(MESH),
+        pytest.raises(ShardError, match="contracting B/d sums only"),
+    ):
         jax.eval_shape(steps, W, X)

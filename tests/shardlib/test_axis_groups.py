@@ -19,7 +19,11 @@ pytestmark = pytest.mark.quick
 def in_full(text: str) -> str:
     """A spec with the axes of each group in its place."""
     between = {"/": "", "+": " ", "*": " "}
-    return re.sub(r"([/+*])(b|fsdp)\b", lambda m: between[m[1]].join(m[1] + axis for axis in GROUPS[m[2]]), text)
+    return re.sub(
+        r"([/+*])(b|fsdp)\b",
+        lambda m: between[m[1]].join(m[1] + axis for axis in GROUPS[m[2]]),
+        text,
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +40,11 @@ def in_full(text: str) -> str:
 def test_a_group_is_its_axes(text, axes, printed):
     assert in_full(text) == axes, "this file's own expansion"
     group = parse_shape(text)
-    assert (group, hash(group), f32[text]) == (parse_shape(axes), hash(parse_shape(axes)), f32[axes])
+    assert (group, hash(group), f32[text]) == (
+        parse_shape(axes),
+        hash(parse_shape(axes)),
+        f32[axes],
+    )
     assert str(group) == printed
     assert parse_op(f"{text}, {text} ->").lhs == parse_op(f"{axes}, {axes} ->").lhs
 
@@ -46,10 +54,16 @@ def sums_of_squares(spell):
 
     @jax.jit
     @typed_shard_map
-    def run(w: f32[spell("M/fsdp")], x: f32[spell("B/b L/c M")]) -> tuple[f32[""], f32[spell("M/fsdp")]]:
+    def run(
+        w: f32[spell("M/fsdp")], x: f32[spell("B/b L/c M")]
+    ) -> tuple[f32[""], f32[spell("M/fsdp")]]:
         def total(w):
-            whole = shardops.all_gather(spell("M/fsdp -> M *fsdp"), shardops.replicate("... -> ... *r", w))
-            sums = shardops.einsum_unreduced(spell("B/b L/c M, M *fsdp, M *fsdp -> +b +c"), x, whole, whole)
+            whole = shardops.all_gather(
+                spell("M/fsdp -> M *fsdp"), shardops.replicate("... -> ... *r", w)
+            )
+            sums = shardops.einsum_unreduced(
+                spell("B/b L/c M, M *fsdp, M *fsdp -> +b +c"), x, whole, whole
+            )
             return shardops.psum(spell("+b +c ->"), sums)
 
         return jax.value_and_grad(total)(w)
@@ -64,10 +78,17 @@ MESHES = ["r=2 d=2 e=2", "d=4 c=2"]
 def test_ops_and_gradients_are_those_of_numpy_and_of_the_axes(mesh):
     """Also where the mesh lacks axes of the group."""
     rng = np.random.default_rng(0)
-    w, x = rng.standard_normal(8).astype(np.float32), rng.standard_normal((8, 4, 8)).astype(np.float32)
+    w, x = (
+        rng.standard_normal(8).astype(np.float32),
+        rng.standard_normal((8, 4, 8)).astype(np.float32),
+    )
     with jax.set_mesh(simulated_mesh(mesh)):
-        found, written = (jax.tree.map(np.asarray, sums_of_squares(spell)(w, x)) for spell in (str, in_full))
-    for a, b, expected in zip(found, written, (np.sum(x * w**2), 2 * w * x.sum((0, 1))), strict=True):
+        found, written = (
+            jax.tree.map(np.asarray, sums_of_squares(spell)(w, x)) for spell in (str, in_full)
+        )
+    for a, b, expected in zip(
+        found, written, (np.sum(x * w**2), 2 * w * x.sum((0, 1))), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
         np.testing.assert_allclose(a, expected, rtol=1e-5)
 
@@ -77,11 +98,20 @@ def test_ops_and_gradients_are_those_of_numpy_and_of_the_axes(mesh):
     [
         (
             "M/fsdp/t",
-            "dim M/fsdp/t has its axes in the wrong order: .*\n  groups of axes: fsdp = c/d/e\n.*write M/c/t/d/e",
+            "dim M/fsdp/t has its axes in the wrong order: .*\n  groups of axes: fsdp = "
+            "c/d/e\n.*write M/c/t/d/e",
         ),
-        ("B/p/b", "dim B/p/b has its axes in the wrong order: .*\n  groups of axes: b = r/d/e\n.*write B/r/d/e/p"),
+        (
+            "B/p/b",
+            "dim B/p/b has its axes in the wrong order: .*\n  groups of axes: b = r/d/e\n.*write "
+            "B/r/d/e/p",
+        ),
         ("B/e/b", "spec 'B/e/b' names axis e more than once\n  groups of axes: b = r/d/e\n"),
-        ("B/b M/fsdp", "spec 'B/b M/fsdp' names axis d more than once\n  groups of axes: b = r/d/e, fsdp = c/d/e\n"),
+        (
+            "B/b M/fsdp",
+            "spec 'B/b M/fsdp' names axis d more than once\n  groups of axes: b = r/d/e, fsdp = "
+            "c/d/e\n",
+        ),
         ("B/b +b", r"spec 'B/b \+b' names axis r more than once\n  groups of axes: b = r/d/e\n"),
     ],
 )
@@ -92,7 +122,12 @@ def test_a_group_in_the_wrong_order_or_twice_is_refused(text, message):
 
 ON = AbstractMesh((2, 2, 2), ("d", "e", "c"), axis_types=(AxisType.Explicit,) * 3)
 WRONG = {  # the body, the type of its result, and parts of the message
-    "an annotation": (lambda rows: rows, "B/b M/c", ("f32['B/b M/c']: ", "value: `B/b M`, f32[1,8]"), "b = r/d/e"),
+    "an annotation": (
+        lambda rows: rows,
+        "B/b M/c",
+        ("f32['B/b M/c']: ", "value: `B/b M`, f32[1,8]"),
+        "b = r/d/e",
+    ),
     "an op": (
         lambda rows: shardops.einsum_unreduced("B/b M -> M", rows),
         "M",

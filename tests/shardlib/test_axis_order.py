@@ -1,4 +1,6 @@
-"""A dim keeps the axes that shard it, in their order: JAX's types know neither, and another order permutes the data."""
+"""A dim keeps the axes that shard it, in their order: JAX's types know neither, and another order
+permutes the data.
+"""
 
 import itertools
 
@@ -31,7 +33,9 @@ CASES = {
     "all_to_all": ("M/t/c N", lambda x: shardops.all_to_all("M/c/t N -> M/c N/t", x)),
     "result of an op": (
         "M/c N/t",
-        lambda x: shardops.all_gather("M N/c/t -> M N", shardops.all_to_all("M/c N/t -> M N/t/c", x)),
+        lambda x: shardops.all_gather(
+            "M N/c/t -> M N", shardops.all_to_all("M/c N/t -> M N/t/c", x)
+        ),
     ),
     "call": ("M/t/c", summed),
     "two dims": ("M/d N/e", lambda x: shardops.all_gather("M/e N/d -> M N", x)),
@@ -46,12 +50,16 @@ def traced(type_of_x: str, body) -> None:
 
     with jax.sharding.use_abstract_mesh(MESH):
         shape = [16] * len(parse_shape(type_of_x).dims)
-        jax.eval_shape(run, jax.ShapeDtypeStruct(shape, jnp.float32, sharding=make_shardings(f32[type_of_x])))
+        jax.eval_shape(
+            run, jax.ShapeDtypeStruct(shape, jnp.float32, sharding=make_shardings(f32[type_of_x]))
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_value_gets_another_order(name):
-    with pytest.raises(ShardError, match=r" becomes .*: a device would mistake its block for another one"):
+    with pytest.raises(
+        ShardError, match=r" becomes .*: a device would mistake its block for another one"
+    ):
         traced(*CASES[name])
 
 
@@ -60,7 +68,9 @@ def test_either_order_is_kept(axes):
     def body(x):
         shardops.all_gather(f"N/{axes} -> N", x)  # a value may have another name
         shardops.all_gather(f"M/{axes} -> M", 2 * x)
-        return shardops.all_to_all("N/c M/t -> N M/t/c", jnp.zeros((8, 8)) + shardops.axis_index("c") + x[0])
+        return shardops.all_to_all(
+            "N/c M/t -> N M/t/c", jnp.zeros((8, 8)) + shardops.axis_index("c") + x[0]
+        )
 
     traced(f"M/{axes}", body)
 

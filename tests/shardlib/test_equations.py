@@ -1,4 +1,7 @@
-"""The table of primitives names those of JAX, and its kinds say what they compute. Their dims are in test_dims.py."""
+"""The table of primitives names those of JAX, and its kinds say what they compute.
+
+Their dims are in test_dims.py.
+"""
 
 import collections
 import gc
@@ -18,7 +21,9 @@ pytestmark = pytest.mark.quick
 def test_the_table_names_primitives_of_jax_each_once():
     jax.nn.gelu(jnp.zeros(1))  # some primitives are made where they are first used
     known = {x.name for x in gc.get_objects() if issubclass(type(x), core.Primitive)}
-    counts = collections.Counter(name for names in equations._KINDS.values() for name in names.split())
+    counts = collections.Counter(
+        name for names in equations._KINDS.values() for name in names.split()
+    )
     if jax.__version__.startswith("0.10."):  # whose names they are; a newer one has dropped some
         assert counts.keys() - known <= {"one_minus_square"}
     assert max(counts.values()) == 1, counts.most_common(3)

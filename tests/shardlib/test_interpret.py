@@ -1,4 +1,6 @@
-"""What follows the equations of a program: its results, against the program itself, and by which modules it is used."""
+"""What follows the equations of a program: its results, against the program itself, and by which
+modules it is used.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +70,9 @@ def test_a_program_that_is_followed_equation_by_equation_computes_the_same():
 
 
 class Reads(Domain):
-    """The names of the arguments that a value is computed from, in any turn of a loop and in any branch."""
+    """The names of the arguments that a value is computed from, in any turn of a loop and in any
+    branch.
+    """
 
     def constant(self, x):
         return frozenset()
@@ -82,7 +86,9 @@ class Reads(Domain):
 
 def shifted(a, b, c, d):
     """Passes d on to c, c to b, and b to a, turn by turn."""
-    turned, _ = lax.scan(lambda carry, _: ((carry[1], carry[2], carry[2]), None), (a, b, c), None, length=3)
+    turned, _ = lax.scan(
+        lambda carry, _: ((carry[1], carry[2], carry[2]), None), (a, b, c), None, length=3
+    )
     whiled = lax.while_loop(lambda x: x[0] > d, lambda x: (x[1], x[1]), (a, b))
     return *turned, *whiled, lax.cond(d > 0, lambda x, y: x, lambda x, y: y, a, c)
 
@@ -119,7 +125,9 @@ def test_a_copy_has_new_variables_and_computes_the_same():
     assert not set(outs) & set(traced.jaxpr.outvars)
     copied = traced.jaxpr.replace(eqns=copies.found, outvars=outs)
     (found,) = (
-        jax.core.eval_jaxpr(copied, [], X) if hasattr(jax.core, "eval_jaxpr") else interpret(copied, Values(), [X])
+        jax.core.eval_jaxpr(copied, [], X)
+        if hasattr(jax.core, "eval_jaxpr")
+        else interpret(copied, Values(), [X])
     )
     np.testing.assert_allclose(found, np.sin(X) * 2, rtol=1e-6)
 
@@ -177,7 +185,9 @@ HOLDS = {
     "cond": lambda x, held: lax.cond(x[0] > 0, lambda x: x + held, lambda x: x, x),
     "while": lambda x, held: lax.while_loop(lambda c: c[0] < 9, lambda c: c + held, x),
     "shard_map": lambda x, held: jax.shard_map(lambda x: x + held, in_specs=P(), out_specs=P())(x),
-    "checkpoint": lambda x, held: jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(x + held))(x).sum())(x),
+    "checkpoint": lambda x, held: jax.grad(
+        lambda x: jax.checkpoint(lambda x: jnp.sin(x + held))(x).sum()
+    )(x),
 }
 
 
@@ -189,5 +199,8 @@ def test_a_digest_has_every_digit_of_every_number_that_a_program_holds(where):
     numbers = [np.float64(0.1), np.nextafter(np.float64(0.1), 1)]
     with jax.enable_x64(True), jax.set_mesh(jax.make_mesh((1,), ("d",))):
         for held in (arrays, numbers):
-            programs = [jax.make_jaxpr(lambda x, one=one: HOLDS[where](x, one))(jnp.zeros(9999)) for one in held]
+            programs = [
+                jax.make_jaxpr(lambda x, one=one: HOLDS[where](x, one))(jnp.zeros(9999))
+                for one in held
+            ]
             assert digest_of(programs[0]) != digest_of(programs[1])

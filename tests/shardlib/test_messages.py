@@ -1,4 +1,5 @@
-"""What types and ops refuse, and what a user reads then: the place, the types of the values there, what to do about it.
+"""What types and ops refuse, and what a user reads then: the place, the types of the values there,
+what to do about it.
 
 The programs, their problems and the remedies are in the files refused_*.txt. See golden.py.
 """
@@ -34,7 +35,9 @@ from tests.support.abstract_mesh import MESH, OPERANDS, drop, unsound
 
 pytestmark = pytest.mark.quick
 
-OPS, TYPES, EDITS = (Path(__file__).parent / f"refused_{theme}.txt" for theme in ("ops", "types", "edits"))
+OPS, TYPES, EDITS = (
+    Path(__file__).parent / f"refused_{theme}.txt" for theme in ("ops", "types", "edits")
+)
 
 
 def names() -> dict:
@@ -42,11 +45,13 @@ def names() -> dict:
     return {**vars(parsing), **vars(shardops), **vars(shardtypes), **globals()}
 
 
-# ---- ops: programs on the blocks of the operands of abstract_mesh.py ----------------------------------------------
+# ---- ops: programs on the blocks of the operands of abstract_mesh.py -----------------------------
 
 
 def down(h, w_down) -> Partial:
-    return einsum_unreduced("B/d L F/t, F/t M -> B/d L M +t", h, all_gather("F/t M/d -> F/t M", w_down))
+    return einsum_unreduced(
+        "B/d L F/t, F/t M -> B/d L M +t", h, all_gather("F/t M/d -> F/t M", w_down)
+    )
 
 
 def scattered(h, w_down):
@@ -58,7 +63,9 @@ def total(h) -> Partial:
 
 
 def own_gradient(h, wrong: bool) -> Partial:
-    """`total` with a gradient of its own, which uses that of the partial sum as a partial sum if `wrong`."""
+    """`total` with a gradient of its own, which uses that of the partial sum as a partial sum if
+    `wrong`.
+    """
     own = jax.custom_vjp(total)
 
     def spread(g):
@@ -111,7 +118,9 @@ def product_with_gathered(small):
 
 
 def on_blocks(statement: ast.stmt) -> None:
-    """Traces an expression of the operands that it names; in `result: T = expression`, T is the type of its result."""
+    """Traces an expression of the operands that it names; in `result: T = expression`, T is the
+    type of its result.
+    """
     every = [node.id for node in ast.walk(statement.value) if isinstance(node, ast.Name)]
     used = [name for name in OPERANDS if name in every]
     code = compile(ast.Expression(statement.value), golden.FILE, "eval")
@@ -131,7 +140,7 @@ def test_an_op(name):
     golden.check(OPS, name, lambda program: golden.refused(program, on_blocks))
 
 
-# ---- types --------------------------------------------------------------------------------------------------------
+# ---- types ---------------------------------------------------------------------------------------
 
 W = TypeVar("W")
 act = dtype_name("act")
@@ -205,7 +214,7 @@ def test_a_type(name):
     golden.check(TYPES, name, lambda program: golden.refused(program, executing()))
 
 
-# ---- edits of a model: what JAX refuses, too -----------------------------------------------------------------------
+# ---- edits of a model: what JAX refuses, too -----------------------------------------------------
 
 MODEL = """
 import dataclasses
@@ -261,7 +270,8 @@ def test_an_edit(name):
     golden.check(EDITS, name, message_of)
 
 
-MESSAGES = {  # of a file each: all of a message, with the types of the values and where they come from
+# of a file each: all of a message, with the types of the values and where they come from
+MESSAGES = {
     (OPS, "sum over this device's block alone"): """\
 tests/support/abstract_mesh.py:…: fn, result: f32['B/d L']: PROBLEM
   made at <program>:2, as the sum of this device's block alone
@@ -319,17 +329,67 @@ def test_other_errors_stay_as_they_are(edit, error):
     assert type(raised.value) is error
 
 
-# ---- partial sums and copies meet functions that know nothing of them -----------------------------------------------
+# ---- partial sums and copies meet functions that know nothing of them ----------------------------
 
 # Of a partial sum or copy p, f32[2,6] on a device.
 REFUSED = [
-    *("jnp.exp(p)", "jnp.where(True, p, 0)", "jax.nn.silu(p)", "jax.nn.softmax(p)", "jax.nn.logsumexp(p)"),
-    *("jnp.einsum('bl->b', p)", "jnp.ones((3, 2)) @ p", "jnp.sum(p)", "jnp.mean(p)", "jnp.max(p)", "jnp.cumsum(p)"),
-    *("jnp.concatenate([p, p])", "jnp.stack([p, p])", "jnp.pad(p, 1)", "jnp.take(p, 0, axis=0)", "jnp.reshape(p, -1)"),
-    *("jnp.zeros_like(p)", "jnp.asarray(p)", "lax.add(p, p)", "lax.mul(p, p)", "lax.select(True, p, p)"),
-    *("lax.convert_element_type(p, jnp.bfloat16)", "lax.concatenate([p, p], 0)", "np.exp(p)", "np.ones((2, 6)) * p"),
-    *("jax.jit(jnp.exp)(p)", "p**2", "2.0**p", "p + 1", "p + 0.0", "p - 1", "p * p", "p / p", "1 / p", "p[0]", "p < 0"),
-    *("jnp.ones((2, 6)) + p", "jnp.ones((2, 6)) * p", "p == 0", "1 if p else 0", "list(p)", "p.value", "p.sum()"),
+    *(
+        "jnp.exp(p)",
+        "jnp.where(True, p, 0)",
+        "jax.nn.silu(p)",
+        "jax.nn.softmax(p)",
+        "jax.nn.logsumexp(p)",
+    ),
+    *(
+        "jnp.einsum('bl->b', p)",
+        "jnp.ones((3, 2)) @ p",
+        "jnp.sum(p)",
+        "jnp.mean(p)",
+        "jnp.max(p)",
+        "jnp.cumsum(p)",
+    ),
+    *(
+        "jnp.concatenate([p, p])",
+        "jnp.stack([p, p])",
+        "jnp.pad(p, 1)",
+        "jnp.take(p, 0, axis=0)",
+        "jnp.reshape(p, -1)",
+    ),
+    *(
+        "jnp.zeros_like(p)",
+        "jnp.asarray(p)",
+        "lax.add(p, p)",
+        "lax.mul(p, p)",
+        "lax.select(True, p, p)",
+    ),
+    *(
+        "lax.convert_element_type(p, jnp.bfloat16)",
+        "lax.concatenate([p, p], 0)",
+        "np.exp(p)",
+        "np.ones((2, 6)) * p",
+    ),
+    *(
+        "jax.jit(jnp.exp)(p)",
+        "p**2",
+        "2.0**p",
+        "p + 1",
+        "p + 0.0",
+        "p - 1",
+        "p * p",
+        "p / p",
+        "1 / p",
+        "p[0]",
+        "p < 0",
+    ),
+    *(
+        "jnp.ones((2, 6)) + p",
+        "jnp.ones((2, 6)) * p",
+        "p == 0",
+        "1 if p else 0",
+        "list(p)",
+        "p.value",
+        "p.sum()",
+    ),
     *("p.reshape(-1)", "p.mT", "p.at[0].add(1.0)"),
 ]
 LINEAR = ["p * 2", "0.5 * p", "p / 2", "p - p", "-p", "p + 0", "sum([p, p])"]
@@ -344,21 +404,36 @@ def of(expression: str, p):
 @pytest.mark.parametrize("expression", REFUSED + LINEAR)
 def test_partial_sums_and_copies_are_refused_in_all_but_what_is_linear(expression):
     if expression in LINEAR:
-        abstract_mesh.on_mesh(lambda h: psum("B/d L +t -> B/d L", of(expression, total(h))), f32["B/d L"])
+        abstract_mesh.on_mesh(
+            lambda h: psum("B/d L +t -> B/d L", of(expression, total(h))), f32["B/d L"]
+        )
     else:
         with pytest.raises(ShardError, match=PARTIAL):
             abstract_mesh.on_mesh(lambda h: drop(of(expression, total(h))))
     if expression == "p[0]":  # a part of a copy is one
         return
     with pytest.raises(ShardError, match=COPY):
-        abstract_mesh.on_mesh(lambda losses: drop(of(expression, replicate("... -> ... *t", losses))))
+        abstract_mesh.on_mesh(
+            lambda losses: drop(of(expression, replicate("... -> ... *t", losses)))
+        )
 
 
-# Of the array in a partial sum. JAX refuses the first ones itself, and the last ones give what is no sum.
+# Of the array in a partial sum. JAX refuses the first ones itself, and the last ones give what is
+# no sum.
 INSIDE = [
     *("jnp.sqrt(p)", "p + 1e-6", "p * 2", "p * p * p", "jnp.abs(p)", "jnp.maximum(p, 0)", "p > 0"),
-    *("jax.nn.softmax(p)", "jax.vmap(jnp.sqrt)(p)", "p @ jnp.ones((6, 6))", "jnp.where(jnp.ones((2, 6)) > 0, p, 0.0)"),
-    *("p.max(axis=0, keepdims=True) + jnp.zeros((2, 6))", "jnp.cumsum(p, axis=1)", "p**3", "jnp.zeros_like(p)"),
+    *(
+        "jax.nn.softmax(p)",
+        "jax.vmap(jnp.sqrt)(p)",
+        "p @ jnp.ones((6, 6))",
+        "jnp.where(jnp.ones((2, 6)) > 0, p, 0.0)",
+    ),
+    *(
+        "p.max(axis=0, keepdims=True) + jnp.zeros((2, 6))",
+        "jnp.cumsum(p, axis=1)",
+        "p**3",
+        "jnp.zeros_like(p)",
+    ),
     "lax.psum(p, 't')",
 ]
 
@@ -368,7 +443,9 @@ def test_the_array_in_a_partial_sum_is_refused_in(expression):
     def inside(h):
         return jax.tree.map(lambda p: of(expression, p), total(h))
 
-    with pytest.raises(ShardError, match=r"the array in (a|this) partial sum(.|\n)*remedy: .*reduce .* with psum"):
+    with pytest.raises(
+        ShardError, match=r"the array in (a|this) partial sum(.|\n)*remedy: .*reduce .* with psum"
+    ):
         abstract_mesh.on_mesh(lambda h: drop(psum("B/d L +t -> B/d L", inside(h))))
 
 
@@ -384,12 +461,17 @@ def test_opaque_values_still_answer_hasattr_and_repr():
 
 
 def test_jax_refuses_a_gathered_operand_of_plain_jnp_under_grad():
-    """Where an op of jax.numpy takes what was gathered, JAX's own types still stop a wrong gradient."""
+    """Where an op of jax.numpy takes what was gathered, JAX's own types still stop a wrong
+    gradient.
+    """
 
     def body(x, small):
         def loss(w):
             gathered = all_gather("F/t U -> F U", w)
-            return psum("+t +d ->", einsum_unreduced("B/d L/t U -> +t +d", jnp.einsum("blm,fu->blu", x, gathered)))
+            return psum(
+                "+t +d ->",
+                einsum_unreduced("B/d L/t U -> +t +d", jnp.einsum("blm,fu->blu", x, gathered)),
+            )
 
         return jax.grad(loss)(small)
 
@@ -403,5 +485,7 @@ def test_what_costs_a_collective_unseen_is_right():
 
 
 def test_the_remedy_gathers_the_dim_that_differs_and_not_one_of_its_size():
-    with pytest.raises(ShardError, match=r"remedy: dim L/t of x has a block of 3 here, where the other has 6"):
+    with pytest.raises(
+        ShardError, match=r"remedy: dim L/t of x has a block of 3 here, where the other has 6"
+    ):
         abstract_mesh.on_mesh(lambda y, x: y * x, y=f32["S/d L F/t"], x=f32["S/d L/t M"])

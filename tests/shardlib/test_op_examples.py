@@ -1,4 +1,6 @@
-"""The examples in the ops' docstrings, from which docs/ops.md is made: each runs and shows what it says."""
+"""The examples in the ops' docstrings, from which docs/ops.md is made: each runs and shows what it
+says.
+"""
 
 import inspect
 
@@ -32,7 +34,9 @@ def test_each_op_is_exported_and_on_the_page():
     defined = {
         name
         for name, value in vars(shardops).items()
-        if inspect.isfunction(value) and value.__module__ == shardops.__name__ and not name.startswith("_")
+        if inspect.isfunction(value)
+        and value.__module__ == shardops.__name__
+        and not name.startswith("_")
     }
     assert defined <= set(shardops.__all__)
     assert sorted(name for group in GROUPS.values() for name in group) == sorted(shardops.__all__)

@@ -54,7 +54,9 @@ def test_numbers_and_slices_select_parts_of_a_copy():
             found,
             jax.grad(squares(dense), argnums=(0, 1))(x, w),
         )
-        with pytest.raises(ShardError, match="differs between devices of t, which `M 2` does not mention"):
+        with pytest.raises(
+            ShardError, match="differs between devices of t, which `M 2` does not mention"
+        ):
             jax.eval_shape(of_entries, x, w)
         with pytest.raises(ShardError, match="an index that is not of numbers and slices"):
             jax.eval_shape(by_array, x, w)

@@ -21,7 +21,11 @@ def add_rows(spec, x, ids):
 
 
 def grouped_product(spec, x, ids):
-    w = jnp.zeros((4, 2, 3)) + shardops.axis_index("d") + (shardops.axis_index("t") if "F/t" in spec else 0)
+    w = (
+        jnp.zeros((4, 2, 3))
+        + shardops.axis_index("d")
+        + (shardops.axis_index("t") if "F/t" in spec else 0)
+    )
     ids = ids if "L/t" in spec else shardops.all_gather("B/d L/t -> B/d L", ids, replicated=True)
     w = w.reshape(-1, 3) if "N M)" in spec else w
     return shardops.grouped_product(spec, shardops.replicate("... -> ... *t", x), ids, w)
@@ -31,15 +35,31 @@ REFUSED = [  # the op, its spec, the message
     (take_rows, "B/d L M, B/d L/t -> B/d L/t M", r"does not mark the dim that the ids index"),
     (take_rows, "B/d [L] M, B/d L/t -> B/d L/t", r"the result is `B/d L/t M`, not `B/d L/t`"),
     (take_rows, "B/d L [M], B/d L/t -> B/d L/t", r"a row would be looked up in another sequence"),
-    (take_rows, "[B/d] L M, B/d L/t -> B/d L/t L M", r"give integers, a dim that every device holds whole"),
+    (
+        take_rows,
+        "[B/d] L M, B/d L/t -> B/d L/t L M",
+        r"give integers, a dim that every device holds whole",
+    ),
     (add_rows, "B/d L/t, B/d L/t -> B/d L +t", r"does not mark the dim that the ids index"),
     (add_rows, "B/d L/t, B/d L/t -> B/d [L]", r"the result is `B/d \[L\] \+t`, not `B/d \[L\]`"),
     (add_rows, "B/d L/t, B/d L/t -> [L] B/d +t", r"the result is `\[L\] \+t \+d`"),
     (add_rows, "B/d L/t, B/d L/t -> B/d [Z] +t", r"the size of Z is not known here"),
-    (grouped_product, "B/d L M, B/d L, (N/d B) M F/t -> B/d L F/t", r"begin with a group, the first dim of the rows"),
-    (grouped_product, "B/d L M, B/d L, (B/d N) X F/t -> B/d L F/t", r"then the last dim of the rows"),
+    (
+        grouped_product,
+        "B/d L M, B/d L, (N/d B) M F/t -> B/d L F/t",
+        r"begin with a group, the first dim of the rows",
+    ),
+    (
+        grouped_product,
+        "B/d L M, B/d L, (B/d N) X F/t -> B/d L F/t",
+        r"then the last dim of the rows",
+    ),
     (grouped_product, "B/d L M, B/d L/t, (B/d N) M F -> B/d L F", r"give one integer for each row"),
-    (grouped_product, "B/d L M, B/d L, (B/d N) M F/t -> B/d L F", r"the result is `B/d L F/t`, not `B/d L F`"),
+    (
+        grouped_product,
+        "B/d L M, B/d L, (B/d N) M F/t -> B/d L F",
+        r"the result is `B/d L F/t`, not `B/d L F`",
+    ),
     (grouped_product, "B/d L M, B/d L, (B/d N M) F/t -> B/d L F/t", r"is not a type of matrices"),
 ]
 
@@ -64,7 +84,12 @@ def test_ids_out_of_range_have_no_part_as_on(platform, monkeypatch):
     def draw(*shape):
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    x, g, w, ids = draw(2, 40, 3), draw(2, 40, 5), draw(8, 3, 5), rng.integers(-3, 7, (2, 40)).astype(np.int8)
+    x, g, w, ids = (
+        draw(2, 40, 3),
+        draw(2, 40, 5),
+        draw(8, 3, 5),
+        rng.integers(-3, 7, (2, 40)).astype(np.int8),
+    )
     expected, sums, added = np.zeros_like(g), np.zeros_like(w), np.zeros((2, 4, 3), np.float32)
     for p, i in np.argwhere((ids >= 0) & (ids < 4)):
         matrix = 4 * p + ids[p, i]

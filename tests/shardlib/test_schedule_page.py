@@ -26,7 +26,9 @@ def test_idle_times_and_activations():
 
 
 def test_the_schedule_of_the_page(tmp_path, monkeypatch):
-    """Two waves, each a GPipe of 2 microbatches: (2 + 1) · (1 + 2) long, with as many activations alive as devices."""
+    """Two waves, each a GPipe of 2 microbatches: (2 + 1) · (1 + 2) long, with as many activations
+    alive as devices.
+    """
     (source,) = re.findall(r"^```python\n(# my_schedules\.py\n.*?)^```$", PAGE, flags=re.M | re.S)
     (tmp_path / "my_schedules.py").write_text(source)
     monkeypatch.chdir(tmp_path)

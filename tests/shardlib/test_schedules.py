@@ -1,7 +1,8 @@
-"""Schedules equal the published ones, are refused where they cannot run, and every table reads what was written for it.
+"""Schedules equal the published ones, are refused where they cannot run, and every table reads what
+was written for it.
 
-The outside oracles: task lists of jaxpp and torch.distributed.pipelining, closed formulas of the papers, the standard
-library's topological sort. `check_tick_table` runs a table on names.
+The outside oracles: task lists of jaxpp and torch.distributed.pipelining, closed formulas of the
+papers, the standard library's topological sort. `check_tick_table` runs a table on names.
 """
 
 import collections
@@ -42,7 +43,9 @@ pytestmark = pytest.mark.quick
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
-settings.register_profile("schedules", max_examples=25, deadline=None, database=None, derandomize=True)
+settings.register_profile(
+    "schedules", max_examples=25, deadline=None, database=None, derandomize=True
+)
 settings.load_profile("schedules")
 
 LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weights": "W"}
@@ -50,7 +53,10 @@ LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_wei
 
 def short(orders):
     """[['F0.0', 'B0.0'], …]: kind, stage, microbatch."""
-    return [[f"{LETTERS[task.kind]}{task.stage}.{task.microbatch}" for task in order] for order in orders]
+    return [
+        [f"{LETTERS[task.kind]}{task.stage}.{task.microbatch}" for task in order]
+        for order in orders
+    ]
 
 
 def simulated(orders, transfer=0.0):
@@ -58,7 +64,7 @@ def simulated(orders, transfer=0.0):
     return simulate(tick_table(orders), Costs(transfer=transfer))
 
 
-# ---- task lists ---------------------------------------------------------------------------------------------------
+# ---- task lists ----------------------------------------------------------------------------------
 
 
 def test_interleaved_as_jaxpp_prints_it():
@@ -71,19 +77,32 @@ def test_interleaved_as_jaxpp_prints_it():
 
 
 def torch_lists(schedule):
-    """Tasks of a torch schedule, in our names; it also lists idle steps, pairs of tasks, and gradient reductions."""
+    """Tasks of a torch schedule, in our names; it also lists idle steps, pairs of tasks, and
+    gradient reductions.
+    """
     orders = []
     for device in sorted(schedule.pipeline_order):
         actions = [action for action in schedule.pipeline_order[device] if action is not None]
         texts = [str(part) for action in actions for part in action.sub_actions or [action]]
         found = [re.fullmatch(r"(\d+)([FBIW])(\d+)", text) for text in texts]
-        orders.append([f"{kind}{stage}.{k}" for stage, kind, k in (match.groups() for match in found if match)])
+        orders.append(
+            [
+                f"{kind}{stage}.{k}"
+                for stage, kind, k in (match.groups() for match in found if match)
+            ]
+        )
     return orders
 
 
 def torch_stage(p, v, chunk=0):
     torch = pytest.importorskip("torch")
-    fields = {"group_size": p, "group_rank": 0, "num_stages": p * v, "stage_index": chunk * p, "is_first": chunk == 0}
+    fields = {
+        "group_size": p,
+        "group_rank": 0,
+        "num_stages": p * v,
+        "stage_index": chunk * p,
+        "is_first": chunk == 0,
+    }
     return SimpleNamespace(**fields, is_last=False, has_backward=True, submod=torch.nn.Identity())
 
 
@@ -101,30 +120,41 @@ def compare_with_torch(pipelining, p, m):
         assert short(gpipe(p, m)) == torch_lists(pipelining.ScheduleGPipe(torch_stage(p, 1), m))
         theirs = torch_lists(pipelining.Schedule1F1B(torch_stage(p, 1), m))
         # torch's list of the last device counts its forwards from 1.
-        theirs[-1] = [f"F{p - 1}.{int(name.split('.')[1]) - 1}" if name[0] == "F" else name for name in theirs[-1]]
-        assert short(one_f_one_b(p, m)) == [[half for name in order for half in halves(name)] for order in theirs]
+        theirs[-1] = [
+            f"F{p - 1}.{int(name.split('.')[1]) - 1}" if name[0] == "F" else name
+            for name in theirs[-1]
+        ]
+        assert short(one_f_one_b(p, m)) == [
+            [half for name in order for half in halves(name)] for order in theirs
+        ]
 
     def in_chunks(v):
         return [torch_stage(p, v, chunk) for chunk in range(v)]
 
     assert short(zb_v(p, m)) == torch_lists(pipelining.ScheduleZBVZeroBubble(in_chunks(2), m))
     if m % p == 0:
-        assert short(zb_h1(p, m)) == torch_lists(pipelining.ScheduleInterleavedZeroBubble(in_chunks(1), m))
+        assert short(zb_h1(p, m)) == torch_lists(
+            pipelining.ScheduleInterleavedZeroBubble(in_chunks(1), m)
+        )
         for v in (1, 2, 3, 4):
             theirs = pipelining.ScheduleInterleaved1F1B(in_chunks(v), m)
             assert short(interleaved_1f1b(p, m, v)) == torch_lists(theirs)
 
 
-# ---- bubbles and memory -------------------------------------------------------------------------------------------
+# ---- bubbles and memory --------------------------------------------------------------------------
 
 IDLE = {
     "gpipe": lambda p, v: 3 * (p - 1),  # arXiv 2104.04473, 2.2.1
     "interleaved_1f1b": lambda p, v: 3 * (p - 1) / v,  # 2.2.2
-    "1f1b": lambda p, v: 2 * (p - 1),  # a microbatch's forwards and input halves through the other devices
-    "zb_h1": lambda p, v: p - 1,  # arXiv 2401.10241, table 2: (p - 1)(forward + input half - weights half)
-    "zb_v": lambda p, v: (p - 1) / 2,  # until the first microbatch arrives at the last device; half a forward each
+    # a microbatch's forwards and input halves through the other devices
+    "1f1b": lambda p, v: 2 * (p - 1),
+    # arXiv 2401.10241, table 2: (p - 1)(forward + input half - weights half)
+    "zb_h1": lambda p, v: p - 1,
+    # until the first microbatch arrives at the last device; half a forward each
+    "zb_v": lambda p, v: (p - 1) / 2,
 }
-"""Time that a device of the schedule is idle, of which a forward of all its layers is 1, and a backward 2."""
+"""Time that a device of the schedule is idle, of which a forward of all its layers is 1, and a
+backward 2."""
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -138,7 +168,9 @@ def test_bubbles_are_the_formulas(name):
 
 @pytest.mark.parametrize("p", [1, 4])
 def test_memory(p):
-    """Activations alive are those of the papers, and the executor's buffers do not grow with the microbatches."""
+    """Activations alive are those of the papers, and the executor's buffers do not grow with the
+    microbatches.
+    """
     most = {
         "gpipe": (1, lambda m: [m] * p),
         "1f1b": (1, lambda m: [*range(p, 0, -1)]),
@@ -153,7 +185,7 @@ def test_memory(p):
         assert (few == many) == (name != "gpipe"), name
 
 
-# ---- any schedule -------------------------------------------------------------------------------------------------
+# ---- any schedule --------------------------------------------------------------------------------
 
 
 @st.composite
@@ -168,19 +200,29 @@ def published(draw):
 
 @st.composite
 def any_valid(draw):
-    """(orders, p, m, v) in which every device follows one random order of all tasks that respects what they need.
+    """(orders, p, m, v) in which every device follows one random order of all tasks that respects
+    what they need.
 
-    Some backwards are whole and some in halves, and stages are in a ring or go down the devices and up again.
+    Some backwards are whole and some in halves, and stages are in a ring or go down the devices and
+    up again.
     """
     p, m, v = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    random, halved, down_and_up = draw(st.randoms(use_true_random=False)), draw(st.booleans()), draw(st.booleans())
+    random, halved, down_and_up = (
+        draw(st.randoms(use_true_random=False)),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
     waiting = all_tasks(p, m, v)
-    for task in [task for task in waiting if task.kind == "backward" and halved and random.random() < 0.7]:
+    for task in [
+        task for task in waiting if task.kind == "backward" and halved and random.random() < 0.7
+    ]:
         waiting.remove(task)
         waiting += [task._replace(kind="backward_input"), task._replace(kind="backward_weights")]
     done, orders = set(), [[] for _ in range(p)]
     while waiting:
-        task = random.choice([task for task in waiting if done.issuperset(what_is_needed(task, p * v))])
+        task = random.choice(
+            [task for task in waiting if done.issuperset(what_is_needed(task, p * v))]
+        )
         waiting.remove(task)
         done.add(as_needed(task))
         is_up = down_and_up and v == 2 and task.stage >= p
@@ -189,7 +231,9 @@ def any_valid(draw):
 
 
 def all_tasks(p, m, v):
-    return [Task(kind, s, k) for kind in ("forward", "backward") for s in range(p * v) for k in range(m)]
+    return [
+        Task(kind, s, k) for kind in ("forward", "backward") for s in range(p * v) for k in range(m)
+    ]
 
 
 def what_is_needed(task, stages):
@@ -215,7 +259,9 @@ def has_halves(orders):
 
 def is_v(orders):
     """Whether stages go down the devices and up again."""
-    return any(task.stage % len(orders) != device for device, order in enumerate(orders) for task in order)
+    return any(
+        task.stage % len(orders) != device for device, order in enumerate(orders) for task in order
+    )
 
 
 @given(st.one_of(published(), any_valid()))
@@ -223,17 +269,24 @@ def test_tables_read_what_was_written_for_them(schedule):
     orders, p, m, v = schedule
     assert check_schedule(orders, p, m, v) == orders
     for task in itertools.chain(*orders):
-        assert (list(map(tuple, needs(task, p * v))), task.result) == (what_is_needed(task, p * v), as_needed(task))
+        assert (list(map(tuple, needs(task, p * v))), task.result) == (
+            what_is_needed(task, p * v),
+            as_needed(task),
+        )
     table = tick_table(orders)
     check_tick_table(table, m)
     assert table.halves == has_halves(orders)
     assert table.stages == (in_a_v(p) if is_v(orders) else in_a_ring(p, v))
-    assert {(column.dtype, column.shape[1]) for column in table.columns.values()} == {(np.dtype(np.int32), p)}
+    assert {(column.dtype, column.shape[1]) for column in table.columns.values()} == {
+        (np.dtype(np.int32), p)
+    }
 
 
 @given(st.one_of(published(), any_valid()))
 def test_buffers_have_no_slot_too_many(schedule):
-    """As many slots as there are things kept at the same time on the fullest device: never fewer, and never more."""
+    """As many slots as there are things kept at the same time on the fullest device: never fewer,
+    and never more.
+    """
     orders, p, m, v = schedule
     table = tick_table(orders)
     last = p * v - 1
@@ -242,7 +295,11 @@ def test_buffers_have_no_slot_too_many(schedule):
         for t, d in zip(*np.nonzero(table.columns[kind]), strict=True):
             stage = table.stages[d][table.columns[f"{kind}_chunk"][t, d]]
             at[kind, stage, table.columns[f"{kind}_microbatch"][t, d]] = t
-    counts = {"arrivals": collections.Counter(), "residuals": collections.Counter(), "kept": collections.Counter()}
+    counts = {
+        "arrivals": collections.Counter(),
+        "residuals": collections.Counter(),
+        "kept": collections.Counter(),
+    }
 
     def keep(what, stage, first, end):
         device = next(d for d, stages in enumerate(table.stages) if stage in stages)
@@ -252,7 +309,12 @@ def test_buffers_have_no_slot_too_many(schedule):
         forward, backward = at["forward", stage, k], at["backward", stage, k]
         begin = at["forward", stage - 1, k] + 1 if stage else forward
         keep("arrivals", stage, begin, forward)
-        keep("arrivals", stage, at["backward", stage + 1, k] + 1 if stage < last else forward, backward)
+        keep(
+            "arrivals",
+            stage,
+            at["backward", stage + 1, k] + 1 if stage < last else forward,
+            backward,
+        )
         keep("residuals", stage, forward, at.get(("weights", stage, k), backward))
         if table.halves:
             keep("kept", stage, backward, at["weights", stage, k])
@@ -266,9 +328,13 @@ def test_tables_of_forwards(schedule):
     table = tick_table(forwards(orders))
     check_tick_table(table, m, training=False)
     assert (table.residuals, table.kept) == (0, 0)
-    assert not any(column.any() for name, column in table.columns.items() if name.startswith("backward"))
+    assert not any(
+        column.any() for name, column in table.columns.items() if name.startswith("backward")
+    )
     if is_v(orders) and m >= p:
-        assert len(table.columns["forward"]) == 2 * (m + p - 1), "no device is idle but to fill and to drain"
+        assert len(table.columns["forward"]) == 2 * (m + p - 1), (
+            "no device is idle but to fill and to drain"
+        )
     elif not is_v(orders):
         assert table.arrivals <= 1, "what arrives is done at once"
 
@@ -277,26 +343,36 @@ def test_tables_of_forwards(schedule):
 def test_simulated_times_respect_what_tasks_need(schedule, transfer):
     orders, p, m, v = schedule
     timeline = simulated(orders, transfer)
-    halved = [task for order in orders for task in order if task.kind == "backward" and has_halves(orders)]
+    halved = [
+        task for order in orders for task in order if task.kind == "backward" and has_halves(orders)
+    ]
     device_of = {task.stage: device for device, order in enumerate(orders) for task in order}
-    spans = {(span.kind, span.stage, span.microbatch): span for device in timeline.spans for span in device}
+    spans = {
+        (span.kind, span.stage, span.microbatch): span
+        for device in timeline.spans
+        for span in device
+    }
     assert len(spans) == sum(map(len, orders)) + len(halved)
     for device in timeline.spans:
         for before, after in itertools.pairwise(device):
             assert before.end <= after.start + 1e-9
     for (kind, stage, k), span in spans.items():
-        for q in what_is_needed(Task("backward_weights" if kind == "weights" else kind, stage, k), p * v):
+        for q in what_is_needed(
+            Task("backward_weights" if kind == "weights" else kind, stage, k), p * v
+        ):
             away = transfer if device_of[q[1]] != device_of[stage] else 0
             assert spans[q].end + away <= span.start + 1e-9
     assert timeline.bubble == pytest.approx(1 - 3 * m / timeline.total, abs=1e-6)
 
 
-# ---- what cannot run ----------------------------------------------------------------------------------------------
+# ---- what cannot run -----------------------------------------------------------------------------
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.randoms(use_true_random=False))
 def test_deadlocks_are_the_circles_of_a_topological_sort(p, m, v, random):
-    orders = [[task for task in all_tasks(p, m, v) if task.stage % p == device] for device in range(p)]
+    orders = [
+        [task for task in all_tasks(p, m, v) if task.stage % p == device] for device in range(p)
+    ]
     for order in orders:
         for _ in range(random.randrange(4)):
             i, j = random.randrange(len(order)), random.randrange(len(order))
@@ -330,7 +406,7 @@ def test_what_is_no_schedule(name):
     golden.check(REFUSED, name, message_of)
 
 
-# ---- schedules by name --------------------------------------------------------------------------------------------
+# ---- schedules by name ---------------------------------------------------------------------------
 
 
 def one_after_the_other(p, m, v):
@@ -356,7 +432,9 @@ def test_a_schedule_of_ones_own():
 
 
 def test_where_the_stages_are():
-    assert stages_of("interleaved_1f1b", 4, 6, 2) == in_a_ring(4, 2), "also for microbatches that it refuses"
+    assert stages_of("interleaved_1f1b", 4, 6, 2) == in_a_ring(4, 2), (
+        "also for microbatches that it refuses"
+    )
     assert stages_of("zb_v", 4, 6, 2) == in_a_v(4)
     assert stages_of(f"{__name__}:one_after_the_other", 2, 3, 2) == in_a_ring(2, 2)
 

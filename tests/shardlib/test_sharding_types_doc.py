@@ -1,4 +1,6 @@
-"""docs/sharding-types.md: each block runs, or raises what its comment says; the messages of its table exist."""
+"""docs/sharding-types.md: each block runs, or raises what its comment says; the messages of its
+table exist.
+"""
 
 import linecache
 import re
@@ -23,10 +25,14 @@ def test_every_block_of_the_tutorial():
     raised = 0
     try:
         for line, code in BLOCKS:
-            # Errors then point into the document, and `typed` finds the source of what it decorates.
+            # Errors then point into the document, and `typed` finds the source of what it
+            # decorates.
             source, file = "\n" * line + code, f"<docs/sharding-types.md:{line}>"
             linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-            program, expected = compile(source, file, "exec"), re.search(r"# raises ShardError: (.*)", code)
+            program, expected = (
+                compile(source, file, "exec"),
+                re.search(r"# raises ShardError: (.*)", code),
+            )
             if expected is None:
                 exec(program, namespace)
             else:
@@ -44,7 +50,9 @@ def test_messages_of_the_table():
     """Each is in a golden file, or in a block above. Dims and axes may have other names there."""
     golden = [path.read_text() for path in Path(__file__).parent.glob("refused_*.txt")]
     messages = "\n".join([*golden, *re.findall("# raises ShardError: (.*)", TEXT)])
-    rows = re.findall(r"^\| (`.*?) \| .* \|$", TEXT.partition("## Reading an error")[2], re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`.*?) \| .* \|$", TEXT.partition("## Reading an error")[2], re.MULTILINE
+    )
     shown = [message for row in rows for message in re.findall("`(.*?)`", row)]
     assert len(shown) > 8
     for message in shown:

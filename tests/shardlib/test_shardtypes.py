@@ -1,4 +1,5 @@
-"""Types on values: scopes, shardings, dataclasses of arrays, functions under `typed`, `typed_shard_map`.
+"""Types on values: scopes, shardings, dataclasses of arrays, functions under `typed`,
+`typed_shard_map`.
 
 What is refused, with its message, is in refused_types.txt.
 """
@@ -63,7 +64,7 @@ class Model:
     pair: tuple[f32["M"], bf16["V/t M/d"]]
 
 
-# ---- types and scopes -------------------------------------------------------------------------------------------
+# ---- types and scopes ----------------------------------------------------------------------------
 
 
 NAMES = {"bf16": "bfloat16", "bool_": "bool"} | {f"f{n}": f"float{n}" for n in (16, 32, 64)}
@@ -79,7 +80,9 @@ def test_every_dtype_checks_its_own_name():
             return x
 
         for other in NAMES.values():
-            refused = pytest.raises(ShardError, match=r"^\S+:\d+: fn, argument x: .*: dtype mismatch: ")
+            refused = pytest.raises(
+                ShardError, match=r"^\S+:\d+: fn, argument x: .*: dtype mismatch: "
+            )
             with contextlib.nullcontext() if other == own else refused:
                 fn(np.zeros(2, jnp.dtype(other)))
 
@@ -126,7 +129,7 @@ def test_scope_names_dtypes_inwards():
         bound()
 
 
-# ---- shardings --------------------------------------------------------------------------------------------------
+# ---- shardings -----------------------------------------------------------------------------------
 
 
 def test_partition_specs_of_nested_types(mesh):
@@ -137,7 +140,10 @@ def test_partition_specs_of_nested_types(mesh):
     assert specs.layers == Layer(w=P(None, "d", "t"), bias=P(None, "t"))
     assert specs.norm == P(("t", "d"))
     assert specs.pair == (P(None), P("t", "d"))
-    assert specs_of(tuple[f32["B/d"], Layer], (0, Layer(0, 0))) == (P("d"), Layer(w=P("d", "t"), bias=P("t")))
+    assert specs_of(tuple[f32["B/d"], Layer], (0, Layer(0, 0))) == (
+        P("d"),
+        Layer(w=P("d", "t"), bias=P("t")),
+    )
     assert specs_of(Array["a b", Array["c", f32["M/d"]]]) == P(None, None, None, "d")
     assert specs_of(f32["M"] | None) == P(None)
 
@@ -153,11 +159,13 @@ def test_shardings_take_the_mesh_in_force(mesh):
 def test_shardings_inside_jit_and_on_an_abstract_mesh(mesh):
     zeros = jax.jit(lambda: jnp.zeros((8, 4), out_sharding=make_shardings(f32["M/d F/t"])))
     assert zeros().sharding.spec == P("d", "t")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((4, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)):
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((4, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
+    ):
         assert jax.eval_shape(zeros).sharding.spec == P("d", "t")
 
 
-# ---- dataclasses ------------------------------------------------------------------------------------------------
+# ---- dataclasses ---------------------------------------------------------------------------------
 
 
 @pytree_dataclass
@@ -196,7 +204,10 @@ def test_optional_parts_may_be_absent(mesh):
 
     layer = Layer(w=np.ones((8, 4), np.float32), bias=None)
     stacked = jax.tree.map(lambda x: x[None], layer)
-    for value in (Maybe(None, None, np.ones(8, np.float32)), Maybe(layer, stacked, np.ones(8, np.float32))):
+    for value in (
+        Maybe(None, None, np.ones(8, np.float32)),
+        Maybe(layer, stacked, np.ones(8, np.float32)),
+    ):
         out, x = fn(value)
         assert jax.tree.structure(out) == jax.tree.structure(value)
         assert (x is None) == (value.layer is not None)
@@ -239,12 +250,14 @@ def test_a_generic_dataclass_is_checked_as_what_it_holds(mesh, is_whole):
     assert (make_shardings(Moments[TwoWeights], like=out).second.b is None) == (not is_whole)
 
 
-# ---- typed ------------------------------------------------------------------------------------------------------
+# ---- typed ---------------------------------------------------------------------------------------
 
 
 def test_arguments_and_result_by_name_and_with_defaults():
     @typed
-    def fn(x: f32["B"], /, y: f32["B"] | None = None, *, z: f32["B"] = None, factor: float = 2.0) -> f32["B"]:
+    def fn(
+        x: f32["B"], /, y: f32["B"] | None = None, *, z: f32["B"] = None, factor: float = 2.0
+    ) -> f32["B"]:
         """Adds."""
         return x * factor + (0 if y is None else y)
 
@@ -317,9 +330,15 @@ def test_locals_that_cannot_be_checked_are_told():
         return x
 
     without_source = {"f32": f32}
-    exec("def fn(x: f32['B']) -> f32['B']:\n  y: f32['B'] = x[:-1]\n  return x + y[0]", without_source)
+    exec(
+        "def fn(x: f32['B']) -> f32['B']:\n  y: f32['B'] = x[:-1]\n  return x + y[0]",
+        without_source,
+    )
     for unseen in (without_source["fn"], jax.checkpoint(fn)):
-        with pytest.warns(UserWarning, match=r"typed\(\S*fn\): its annotated locals go unchecked: put @typed directly"):
+        with pytest.warns(
+            UserWarning,
+            match=r"typed\(\S*fn\): its annotated locals go unchecked: put @typed directly",
+        ):
             unseen = typed(unseen)
         unseen(jnp.ones(3))
         with pytest.raises(ShardError, match=r"^\S+:\d+: fn, argument x"):
@@ -354,14 +373,16 @@ def test_tuples_on_axes_of_other_names():
     draw = np.random.default_rng(0).standard_normal
     x, w = draw((4, 6), np.float32), (draw((6, 8), np.float32), draw(6, np.float32))
     for sizes in ((2, 4), (1, 1)):
-        with jax.set_mesh(jax.make_mesh(sizes, ("x", "expert"), axis_types=(AxisType.Explicit,) * 2)):
+        with jax.set_mesh(
+            jax.make_mesh(sizes, ("x", "expert"), axis_types=(AxisType.Explicit,) * 2)
+        ):
             y, doubled = jax.jit(step)(x, w)
             assert jax.tree.map(lambda x: x.sharding, doubled) == make_shardings(Pair, like=doubled)
         np.testing.assert_allclose(y, (x * w[1]) @ w[0], rtol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), doubled, w)
 
 
-# ---- typed_shard_map --------------------------------------------------------------------------------------------
+# ---- typed_shard_map -----------------------------------------------------------------------------
 
 
 @typed_shard_map
@@ -380,8 +401,16 @@ def test_host_arrays_and_replicated_ones_are_placed(mesh, jitted):
     if not jitted:  # jit itself refuses an array on one device beside a mesh
         arguments = {
             "numpy": (X, Layer(w, w[0]), np.float32(2)),
-            "on one device": (jax.device_put(X, SingleDeviceSharding(jax.devices()[0])), Layer(w, None), 2.0),
-            "exact": (jax.device_put(X, P("d")), Layer(jax.device_put(w, P("d", "t")), None), np.float32(2)),
+            "on one device": (
+                jax.device_put(X, SingleDeviceSharding(jax.devices()[0])),
+                Layer(w, None),
+                2.0,
+            ),
+            "exact": (
+                jax.device_put(X, P("d")),
+                Layer(jax.device_put(w, P("d", "t")), None),
+                np.float32(2),
+            ),
         }
     for x, layer, factor in arguments.values():
         out, weights = fn(x, layer, factor)
@@ -405,11 +434,13 @@ def test_arrays_sharded_otherwise_are_rejected(mesh, jitted):
     layer = Layer(np.ones((4, 8), np.float32), None)
     for spec in (P("t"), P(None, "d"), P(("d", "t")), P("d", "t")):
         with pytest.raises(
-            ShardError, match=r"^\S+:\d+: double, argument x: f32\['B/d M'\]: the array is sharded as \("
+            ShardError,
+            match=r"^\S+:\d+: double, argument x: f32\['B/d M'\]: the array is sharded as \(",
         ):
             fn(jax.device_put(X, spec), layer, np.float32(2))
     with pytest.raises(
-        ShardError, match=r"^\S+:\d+: double, argument w.w: f32\['M/d F/t'\]: the array is sharded as \(t, d\)"
+        ShardError,
+        match=r"^\S+:\d+: double, argument w.w: f32\['M/d F/t'\]: the array is sharded as \(t, d\)",
     ):
         fn(X, Layer(jax.device_put(layer.w, P("t", "d")), None), np.float32(2))
 
@@ -436,7 +467,9 @@ def test_result_that_is_the_same_everywhere_fits_a_sharded_type(mesh):
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_mesh_of_auto_axes(jitted):
-    """JAX then tells no shardings while it traces: only whole arrays and, outside of jit, placed ones are checked."""
+    """JAX then tells no shardings while it traces: only whole arrays and, outside of jit, placed
+    ones are checked.
+    """
     mesh = jax.make_mesh((4, 2), ("d", "t"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         fn = jax.jit(double) if jitted else double
@@ -448,7 +481,7 @@ def test_mesh_of_auto_axes(jitted):
                 fn(jax.device_put(X, P("t")), layer, np.float32(2))
 
 
-# ---- the example of seqax's README, with its names: specs as bytes, typeguard, shardings by the type alone ---------
+# ---- the example of seqax's README, with its names: specs as bytes, typeguard, shardings by the ty
 
 
 @pytest.fixture
@@ -458,7 +491,9 @@ def typechecked():
     shardtypes.register_with_typeguard()
     shardtypes.register_with_typeguard()
     assert len(typeguard.checker_lookup_functions) == len(before) + 1  # once is enough
-    yield functools.partial(typeguard.typechecked, forward_ref_policy=typeguard.ForwardRefPolicy.ERROR)
+    yield functools.partial(
+        typeguard.typechecked, forward_ref_policy=typeguard.ForwardRefPolicy.ERROR
+    )
     typeguard.checker_lookup_functions[:] = before
 
 
@@ -477,7 +512,9 @@ def test_the_example_of_seqax(mesh, typechecked):
             shardops.einsum_unreduced(b"batch/d in, in hidden1 -> batch/d hidden1", x, w1)
         )
         w2 = shardops.all_gather("hidden1 hidden2/d -> hidden1 hidden2", w.w2)
-        z = jax.nn.relu(shardops.einsum_unreduced("batch/d hidden1, hidden1 hidden2 -> batch/d hidden2", y, w2))
+        z = jax.nn.relu(
+            shardops.einsum_unreduced("batch/d hidden1, hidden1 hidden2 -> batch/d hidden2", y, w2)
+        )
         w3 = shardops.all_gather("hidden2/d -> hidden2", w.w3)
         return shardops.einsum_unreduced("batch/d hidden2, hidden2 -> batch/d", z, w3)
 
@@ -502,16 +539,24 @@ def test_typeguard_checks_arguments_locals_and_results(typechecked):
     x = jnp.ones((2, 3))
     assert fn(x, None, 3).shape == (3,)
     for args, message in (
-        ((jnp.ones(2), None, 3), r"argument \"x\" .*: value: f32\['B M'\]: rank mismatch: `B M` has 2 dims"),
+        (
+            (jnp.ones(2), None, 3),
+            r"argument \"x\" .*: value: f32\['B M'\]: rank mismatch: `B M` has 2 dims",
+        ),
         ((x, jnp.ones(7), 3), r'argument "y" (.|\n)*size mismatch: dim B is 2, but here it is 7'),
-        ((x, None, 2), r"value assigned to z .*: f32\['M B'\]: size mismatch: dim M is 3, but here it is 2"),
+        (
+            (x, None, 2),
+            r"value assigned to z .*: f32\['M B'\]: size mismatch: dim M is 3, but here it is 2",
+        ),
     ):
         with pytest.raises(typeguard.TypeCheckError, match=message):
             fn(*args)
 
 
 def test_lists_dicts_and_options(mesh):
-    """Of any number of arrays, in arguments and results; an option is a number of Python, and no data."""
+    """Of any number of arrays, in arguments and results; an option is a number of Python, and no
+    data.
+    """
 
     @typed_shard_map
     def fn(
@@ -528,11 +573,22 @@ def test_lists_dicts_and_options(mesh):
     xs = [rng.normal(size=(8, 4)).astype(np.float32) for _ in range(3)]
     w = {name: rng.normal(size=(16, 4)).astype(np.float32) for name in "ba"}
     with jax.set_mesh(mesh):
-        found, less = jax.jit(fn)(xs, w), jax.jit(lambda *args: fn(*args, scale=3, both=False))(xs, w)
-        with pytest.raises(ShardError, match=r"fn: option scale is f32.*, but an array needs a type"):
+        found, less = (
+            jax.jit(fn)(xs, w),
+            jax.jit(lambda *args: fn(*args, scale=3, both=False))(xs, w),
+        )
+        with pytest.raises(
+            ShardError, match=r"fn: option scale is f32.*, but an array needs a type"
+        ):
             fn(xs, w, scale=jnp.float32(1))
         with pytest.raises(ShardError, match="does not say how many it has"):
             make_shardings(list[f32["B/d M"]])
     expected = {name: tuple(x @ y.T for x in xs) for name, y in w.items()}
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 2 * b, rtol=1e-4, atol=1e-5), found, expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 3 * b, rtol=1e-4, atol=1e-5), less, {"b": expected["b"]})
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, 2 * b, rtol=1e-4, atol=1e-5), found, expected
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, 3 * b, rtol=1e-4, atol=1e-5),
+        less,
+        {"b": expected["b"]},
+    )

@@ -1,4 +1,6 @@
-"""A program in halves gives what it gives as a whole, and no product is computed twice or too early."""
+"""A program in halves gives what it gives as a whole, and no product is computed twice or too
+early.
+"""
 
 import functools
 
@@ -52,21 +54,36 @@ def with_a_shared_weight(w, x):
 def branches_that_differ(w, x):
     """A product in one branch, a sum in the other, both for the same weight."""
     first = jax.tree.map(lambda stack: stack[0], w)
-    return lax.switch(jnp.int32(x.sum() > 1e9) + 1, [layer, lambda x, w: x * w["up"][0], layer], x, first)
+    return lax.switch(
+        jnp.int32(x.sum() > 1e9) + 1, [layer, lambda x, w: x * w["up"][0], layer], x, first
+    )
 
 
 def jitted(w, x):
     return jax.jit(lambda w, x: looped(w, x))(w, x)
 
 
-PROGRAMS = [plain, looped, checkpointed, with_padding, with_a_shared_weight, branches_that_differ, jitted]
+PROGRAMS = [
+    plain,
+    looped,
+    checkpointed,
+    with_padding,
+    with_a_shared_weight,
+    branches_that_differ,
+    jitted,
+]
 
 
 def backward_of(program):
-    """The traced backward, as a function of the leaves of what it needs and of dy; its arguments; of which are dy."""
+    """The traced backward, as a function of the leaves of what it needs and of dy; its arguments;
+    of which are dy.
+    """
     rng = np.random.default_rng(0)
     shapes = {"norm": (WIDTH,), "up": (WIDTH, WIDTH), "down": (WIDTH, WIDTH)}
-    w = {name: jnp.float32(rng.standard_normal((LAYERS, *shape)) / 3) for name, shape in shapes.items()}
+    w = {
+        name: jnp.float32(rng.standard_normal((LAYERS, *shape)) / 3)
+        for name, shape in shapes.items()
+    }
     x = jnp.float32(rng.standard_normal((ROWS, WIDTH)))
     y, vjp = jax.vjp(program, w, x)
     leaves, structure = jax.tree.flatten(vjp)
@@ -86,10 +103,17 @@ def products(program) -> int:
 # Whether the first half keeps what it reads for the second one, or is given it again.
 QUICK = [(looped, False), (checkpointed, True), (with_padding, False), (branches_that_differ, True)]
 QUICK += [(with_a_shared_weight, True)]
-OTHERS = [(program, keeps) for program in PROGRAMS for keeps in (True, False) if (program, keeps) not in QUICK]
+OTHERS = [
+    (program, keeps)
+    for program in PROGRAMS
+    for keeps in (True, False)
+    if (program, keeps) not in QUICK
+]
 
 
-@pytest.mark.parametrize(("program", "keeps"), QUICK + [pytest.param(*x, marks=pytest.mark.long) for x in OTHERS])
+@pytest.mark.parametrize(
+    ("program", "keeps"), QUICK + [pytest.param(*x, marks=pytest.mark.long) for x in OTHERS]
+)
 def test_split_backward_give_what_the_whole_gives(program, keeps):
     traced, args, expected = backward_of(program)
     halves = SplitBackward(traced, [True, False, False, False], [keeps] * (len(args) - 1) + [False])
@@ -108,17 +132,24 @@ def test_split_backward_give_what_the_whole_gives(program, keeps):
         return outs[1:]
 
     dx, kept = first(args)
-    g = second([arg if is_read else None for arg, is_read in zip(args, halves.reads, strict=True)], kept)
+    g = second(
+        [arg if is_read else None for arg, is_read in zip(args, halves.reads, strict=True)], kept
+    )
     for found, e in zip([dx, *g], expected, strict=True):
         np.testing.assert_allclose(found, e, rtol=1e-5, atol=1e-6)
     assert not halves.reads[-1], "the gradient of the result is not there any more"
-    of_input, of_weights = products(jax.make_jaxpr(first)(args)), products(jax.make_jaxpr(second)(args, kept))
+    of_input, of_weights = (
+        products(jax.make_jaxpr(first)(args)),
+        products(jax.make_jaxpr(second)(args, kept)),
+    )
     assert of_weights == (4 if program is branches_that_differ else 2)
     assert of_input + of_weights == products(traced)
 
 
 def test_what_is_kept_is_what_the_products_read():
-    """Of each layer: three of four operands of products, one being cheap; and the gradient of the norm's weight."""
+    """Of each layer: three of four operands of products, one being cheap; and the gradient of the
+    norm's weight.
+    """
     traced, args, _ = backward_of(checkpointed)
     halves = SplitBackward(traced, [True, False, False, False], [True] * (len(args) - 1) + [False])
     halves.defer([False, True, True, True])

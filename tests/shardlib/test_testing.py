@@ -28,7 +28,11 @@ def mean(x, w):
 def test_a_right_program_passes_on_each_mesh():
     testing.assert_sound(project, X, W, meshes=["data=4 model=1", "data=2 model=2"], **SPECS)
     testing.assert_sound(
-        jax.grad(lambda x: jnp.sum(jnp.sin(x))), X, meshes=["data=2"], in_specs=P("data"), out_specs=P("data")
+        jax.grad(lambda x: jnp.sum(jnp.sin(x))),
+        X,
+        meshes=["data=2"],
+        in_specs=P("data"),
+        out_specs=P("data"),
     )
 
     def step(x, w):
@@ -39,7 +43,10 @@ def test_a_right_program_passes_on_each_mesh():
 
 def test_a_wrong_one_fails_with_its_mesh_and_line():
     line = mean.__code__.co_firstlineno + 1
-    with pytest.raises(ShardError, match=rf"^on the mesh data=2 model=2: \S*test_testing.py:{line}: .*: 2(.0)? here"):
+    with pytest.raises(
+        ShardError,
+        match=rf"^on the mesh data=2 model=2: \S*test_testing.py:{line}: .*: 2(.0)? here",
+    ):
         testing.assert_sound(mean, X, W, meshes=["data=4 model=1", "data=2 model=2"], **SPECS)
 
 
@@ -50,7 +57,9 @@ def test_its_example():
 
 @pytest.mark.parametrize("mesh", ["", "data", "data=0", "data=2,model=2", "2x2"])
 def test_what_is_no_mesh(mesh):
-    with pytest.raises(ValueError, match=r"the mesh is .*; give the number of devices along each axis"):
+    with pytest.raises(
+        ValueError, match=r"the mesh is .*; give the number of devices along each axis"
+    ):
         testing.assert_sound(project, X, W, meshes=[mesh], **SPECS)
 
 

@@ -1,4 +1,6 @@
-"""Meshes of no devices, for tests of what is rejected before anything runs, and of simulated ones."""
+"""Meshes of no devices, for tests of what is rejected before anything runs, and of simulated
+ones.
+"""
 
 import inspect
 import math
@@ -38,7 +40,9 @@ def mapped(body: Callable, result=f32[""], **operands) -> tuple[Callable, list]:
     def fn(*args):
         return body(*args)
 
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in operands]
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in operands
+    ]
     fn.__signature__ = inspect.Signature(parameters)
     fn.__annotations__ = {**operands, "return": result}
     return typed_shard_map(fn), list(operands.values())
@@ -54,12 +58,16 @@ def on_mesh(body: Callable, result=f32[""], mesh=MESH, **operands) -> None:
 def unsound(body: Callable, result=f32[""], mesh=MESH, **operands) -> list[str]:
     """What the check of the traced program finds wrong with the same."""
     fn, types = mapped(body, result, **operands)
-    return [str(found) for found in find_in(lambda: jax.make_jaxpr(fn)(*map(shape_of, types)), mesh)]
+    return [
+        str(found) for found in find_in(lambda: jax.make_jaxpr(fn)(*map(shape_of, types)), mesh)
+    ]
 
 
 def shape_of(t) -> jax.ShapeDtypeStruct:
     dtype = {"f32": jnp.float32, "i32": jnp.int32}[t.dtype]
-    return jax.ShapeDtypeStruct([SIZES[dim.name] for dim in t.spec.dims], dtype, sharding=make_shardings(t))
+    return jax.ShapeDtypeStruct(
+        [SIZES[dim.name] for dim in t.spec.dims], dtype, sharding=make_shardings(t)
+    )
 
 
 def simulated_mesh(name: str) -> jax.sharding.Mesh:

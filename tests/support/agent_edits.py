@@ -1,6 +1,8 @@
-"""A session of an agent that edits the model: what tools.check says of each edit, and after how long.
+"""A session of an agent that edits the model: what tools.check says of each edit, and after how
+long.
 
-    python -m tests.support.agent_edits        makes the edits of the session and records docs/agents.md again
+    python -m tests.support.agent_edits        makes the edits of the session and records
+    docs/agents.md again
 
 The edits are made in a copy of the checkout, a repository of its own.
 """
@@ -60,7 +62,9 @@ def check(directory: Path, *words: str, **environment: str) -> tuple[int, dict]:
     """Exit status of tools.check in a checkout, and what it says."""
     environment = os.environ | {"PYTHONPATH": str(directory)} | environment
     command = [sys.executable, *COMMAND, *words]
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return done.returncode, json.loads(done.stdout.strip().rpartition("\n")[2])
 
@@ -80,8 +84,11 @@ def verdict(found: dict) -> str:
 
 
 def record(directory: Path) -> list[str]:
-    """The recorded parts of the page, in order: what check says of the edit with a remedy; the table."""
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(directory / ".cache")}  # nothing compiled before
+    """The recorded parts of the page, in order: what check says of the edit with a remedy; the
+    table.
+    """
+    # nothing compiled before
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(directory / ".cache")}
     check(directory, **environment)
     rows, loads, seconds, shown = [], [], [], []
     sessions = [(edit.id, edit, False) for edit in SESSION]
@@ -96,7 +103,10 @@ def record(directory: Path) -> list[str]:
         shown += [as_json(found)] * (edit is fixed and not with_fix)
         rows.append(f"| {name} | {verdict(found)} |\n")
         print(rows[-1], end="", flush=True)
-    about = f"{os.cpu_count()} cores that other programs used too, with a load of {min(loads):.0f} to {max(loads):.0f}"
+    about = (
+        f"{os.cpu_count()} cores that other programs used too, with a load of {min(loads):.0f} "
+        f"to {max(loads):.0f}"
+    )
     took = f"each check took {min(seconds):.0f} to {max(seconds):.0f} seconds"
     head = "| edit | what `check` says |\n|---|---|\n"
     return [*shown, f"Recorded on {about}; {took}:\n\n{head}{''.join(rows)}"]
@@ -110,7 +120,8 @@ def as_json(found: dict) -> str:
 
 
 RECORDED = re.compile(r"```json\n.*?```|^Recorded on .*?\n(?=\n[^|\n])", re.DOTALL | re.MULTILINE)
-"""The parts of the page that the script writes: a block of JSON, and the table with the line before it."""
+"""The parts of the page that the script writes: a block of JSON, and the table with the line before
+it."""
 
 
 if __name__ == "__main__":

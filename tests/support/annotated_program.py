@@ -1,12 +1,14 @@
-"""The optimized program of a step for H100s, written by hand, with the seconds that XLA predicts."""
+"""The optimized program of a step for H100s, written by hand, with the seconds that XLA
+predicts.
+"""
 
 from tests.support.hlo_texts import HEAD
 
 COST = ', backend_config={{"reification_cost":[{{"exec_time_us":9,"name":""}},{{"exec_time_us":{},"name":"sol"}}]}}'
 AT = ', metadata={{op_name="jit(f)/{}" stack_frame_id={}}}'
 GEMM = (
-    'custom-call(%{}, %{}), custom_call_target="__cublas$lt$matmul", backend_config={{{{"gemm_backend_config":'
-    '{{{{"dot_dimension_numbers":{{{{"lhs_contracting_dimensions":["{}"],"rhs_contracting_dimensions":["{}"],'
+    'custom-call(%{}, %{}), custom_call_target="__cublas$lt$matmul", '
+    'backend_config={{{{"gemm_backend_config":{{{{"dot_dimension_numbers":{{{{"lhs_contracting_dimensions":["{}"],"rhs_contracting_dimensions":["{}"],'
     '"lhs_batch_dimensions":[{}],"rhs_batch_dimensions":[{}]}}}}}}}},"reification_cost":[{{{{"exec_time_us":{{}}}}}}]}}}}'
 )
 PRODUCT = GEMM.format("x", "x", 1, 0, "", "")
@@ -54,5 +56,11 @@ ENTRY %main (x: f32[4,4], b: f32[8,4,4]) -> f32[4,4] {{
   %s = (f32[16,4]{{1,0}}, f32[4,4]{{1,0}}) reduce-scatter-start(%g.1), {ALL}, dimensions={{0}}{AT.format("scatter", 2)}, backend_config={{"reification_cost":[]}}
   ROOT %s.1 = f32[4,4]{{1,0}} reduce-scatter-done(%s)
 }}
-"""  # noqa: E501
-FACTS = {"chip": "h100", "name": "84m_d8", "ticks": 6, "local_attention": 4, "of_any": {"forward": 5}}
+"""
+FACTS = {
+    "chip": "h100",
+    "name": "84m_d8",
+    "ticks": 6,
+    "local_attention": 4,
+    "of_any": {"forward": 5},
+}

@@ -25,10 +25,14 @@ PARTS = {
         "shardlib.layers": "LayerAux",
         "shardwright.jax_extra": "save_for_backward solve_unit_lower",
     },
-    "Checks in tests": {"shardwright.testing": "assert_sound", "shardlib.exact": "check same differences reference"},
+    "Checks in tests": {
+        "shardwright.testing": "assert_sound",
+        "shardlib.exact": "check same differences reference",
+    },
     "Training programs, data and trackers": {
         "shardwright.program.spec": "StepSpec",
-        "shardwright.data.loader": "make_loader TokenBatch Loader.rows.sequences.load.state.documents",
+        "shardwright.data.loader": "make_loader TokenBatch "
+        "Loader.rows.sequences.load.state.documents",
         "shardwright.huggingface": "Names",
         "shardwright.program.trackers": "Facts Opened",
     },
@@ -39,7 +43,9 @@ HEAD = """# Model and training API: reference
 What models, losses and tools of your own call besides the [typed ops](ops.md). [models.md](models.md) and
 [changing.md](changing.md) teach it. This page is made from the docstrings.
 """
-SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises):\n((?:(?: {4}.*)?\n)*)", re.MULTILINE)
+SECTION = re.compile(
+    r"^(Args|Attributes|Returns|Yields|Raises):\n((?:(?: {4}.*)?\n)*)", re.MULTILINE
+)
 
 
 def in_markdown(doc: str) -> str:
@@ -59,7 +65,11 @@ def fields(x: type) -> Iterator[str]:
     (found,) = ast.parse(textwrap.dedent(inspect.getsource(x))).body
     assert isinstance(found, ast.ClassDef)
     for field, after in itertools.pairwise(found.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
             text = inspect.cleandoc(str(after.value.value)).replace("\n", "\n  ")
             yield f"- `{ast.unparse(field.target)}`: {text}"
 

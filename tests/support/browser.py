@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 ASK = """<script>addEventListener("load", () => setTimeout(async () => {
   const found = await (async () => {%s})();
   document.body.replaceChildren(JSON.stringify(found));
@@ -14,7 +16,8 @@ ASK = """<script>addEventListener("load", () => setTimeout(async () => {
 
 
 def seen(page: Path, program: str, *, width: int = 1280, scheme: str = "light") -> Any:
-    """What a JavaScript function with this body returns on a copy of the page, half a second after it is drawn.
+    """What a JavaScript function with this body returns on a copy of the page, half a second after
+    it is drawn.
 
     Args:
         page: an HTML file.
@@ -27,9 +30,22 @@ def seen(page: Path, program: str, *, width: int = 1280, scheme: str = "light") 
     """
     copy = page.with_name(f"{page.stem}_asked.html")
     copy.write_text(page.read_text() + ASK % program)
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"]
-    flags += ["--enable-logging=stderr", "--virtual-time-budget=30000", "--dump-dom", f"--window-size={width},900"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--disable-dev-shm-usage",
+    ]
+    flags += [
+        "--enable-logging=stderr",
+        "--virtual-time-budget=30000",
+        "--dump-dom",
+        f"--window-size={width},900",
+    ]
     flags += [f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}"]
-    done = subprocess.run([CHROMIUM, *flags, copy.as_uri()], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [CHROMIUM, *flags, copy.as_uri()], capture_output=True, text=True, timeout=300
+    )
     assert "CONSOLE" not in done.stderr, done.stderr
     return json.loads(done.stdout.partition("<body>")[2].partition("</body>")[0])

@@ -1,4 +1,6 @@
-"""A disk on which a run crashes between any two operations, and which then has no more than a real one would."""
+"""A disk on which a run crashes between any two operations, and which then has no more than a real
+one would.
+"""
 
 import os
 import stat
@@ -7,7 +9,17 @@ from pathlib import Path
 
 from shardwright.program.checkpoint import MANIFEST, Store
 
-OPERATIONS = ("open", "write", "fsync", "ftruncate", "mkdir", "rename", "replace", "unlink", "rmdir")
+OPERATIONS = (
+    "open",
+    "write",
+    "fsync",
+    "ftruncate",
+    "mkdir",
+    "rename",
+    "replace",
+    "unlink",
+    "rmdir",
+)
 """Functions of `os` that files are written by, also from pathlib and shutil.
 
 tensorstore's are behind Store.write and write_chunk.
@@ -95,7 +107,9 @@ class Disk:
         if name == "open" and not arguments[0] & (os.O_WRONLY | os.O_RDWR):
             return None
         try:
-            path = Path(os.readlink(f"/proc/self/fd/{at}") if isinstance(at, int) else os.path.abspath(at))
+            path = Path(
+                os.readlink(f"/proc/self/fd/{at}") if isinstance(at, int) else os.path.abspath(at)
+            )
         except (TypeError, OSError):
             return None
         return path if path.is_relative_to(self.root) else None
@@ -120,13 +134,19 @@ class Disk:
             self._synced[path] = path.stat().st_size
 
     def _move(self, path: Path, target: Path) -> None:
-        """Both names are of the same file: it is at one of the two after a power failure, here at the new one."""
-        self._durable |= {target / x.relative_to(path) for x in self._durable if x.is_relative_to(path)}
+        """Both names are of the same file: it is at one of the two after a power failure, here at
+        the new one.
+        """
+        self._durable |= {
+            target / x.relative_to(path) for x in self._durable if x.is_relative_to(path)
+        }
         self._durable |= {target, *target.parents}
         self._synced[target] = self._synced.pop(path, 0)
 
     def lose_power(self) -> None:
-        """Takes away what was never synced: entries of directories, and ends and contents of files."""
+        """Takes away what was never synced: entries of directories, and ends and contents of
+        files.
+        """
         checkpoints = self.root / "checkpoints"
         for directory, names, files in os.walk(checkpoints):
             for name in [*names, *files]:

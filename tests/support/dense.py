@@ -1,4 +1,5 @@
-"""The model of train.py, with changes and other rules of attention, in plain JAX: whole arrays, all pairs, no types.
+"""The model of train.py, with changes and other rules of attention, in plain JAX: whole arrays, all
+pairs, no types.
 
 It shares nothing with the source: norms, RoPE, masks, softmax and SwiGLU are its own.
 """
@@ -16,16 +17,23 @@ def rms(x, epsilon: float):
 
 
 def rotated(x, position, base: float):
-    """RoPE of x[B, L, ..., D] as Llama has it: the first half of a head's entries turned with the second."""
+    """RoPE of x[B, L, ..., D] as Llama has it: the first half of a head's entries turned with the
+    second.
+    """
     half = x.shape[-1] // 2
     angle = position[..., None] * base ** (-jnp.arange(half) / half)
     angle = angle.reshape(*position.shape, *[1] * (x.ndim - 3), half)
     a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
+    return jnp.concatenate(
+        [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1
+    )
 
 
 def tokens_of(batch: TokenBatch) -> tuple:
-    """ids, position in the document, and document of each token that is read; numpy [B, L]. 0 is the bos_id."""
+    """ids, position in the document, and document of each token that is read; numpy [B, L].
+
+    0 is the bos_id.
+    """
     starts = np.array(batch.is_seq_start)
     before = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
     ids, document = np.where(starts, 0, before), np.cumsum(starts, 1)
@@ -59,13 +67,15 @@ def logits(
     Args:
         tokens: as from tokens_of.
         rope: layer -> whether it has RoPE.
-        sees: (layer, index i of a query, j of a key, position[B, L]) -> whether it does, within a document: [B, L, S].
+        sees: (layer, index i of a query, j of a key, position[B, L]) -> whether it does, within a
+            document: [B, L, S].
         score: (layer, scores[B, heads, L, S], i, j) -> what the softmax takes.
         sinks, gain: whether the layers have such weights.
         second: ids of the second input, [B, L], of the tokens that are read.
         stream: gets the mean square of what each layer gives.
         values: (v of a layer, v of the first layer) -> what is attended to.
-        qkv: (weights of a layer, h, position) -> queries, keys and values as they attend; None: those of the Llama.
+        qkv: (weights of a layer, h, position) -> queries, keys and values as they attend; None:
+            those of the Llama.
         around: (weights of a layer, what it is given, what it gives) -> what it gives instead.
     """
     ids, position, document = tokens
@@ -85,7 +95,9 @@ def logits(
         scores = jnp.einsum("blkqd,bskd->bkqls", q, k) / np.sqrt(c.d_head)
         heads = scores.reshape(scores.shape[0], -1, *scores.shape[3:])
         seen = (document[:, :, None] == document[:, None, :]) & sees(layer, i, j, position)
-        scores = jnp.where(seen[:, None, None], score(layer, heads, i, j).reshape(scores.shape), -jnp.inf)
+        scores = jnp.where(
+            seen[:, None, None], score(layer, heads, i, j).reshape(scores.shape), -jnp.inf
+        )
         largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
         exponents = jnp.exp(scores - largest)
         total = exponents.sum(-1, keepdims=True)
@@ -97,7 +109,9 @@ def logits(
         x = around(of, before, x + (of.gain * out if gain else out))
         if stream is not None:
             stream.append(jnp.mean(x**2))
-    return (norm(x, c.norm_epsilon) * w.final_norm) @ (w.embed if w.unembed is None else w.unembed).T
+    return (norm(x, c.norm_epsilon) * w.final_norm) @ (
+        w.embed if w.unembed is None else w.unembed
+    ).T
 
 
 def cross_entropy(logits, batch: TokenBatch, smoothing: float = 0.0):

@@ -1,4 +1,6 @@
-"""The edits of tests/edits/edits.toml: finds their places in the source, and asks what rejects them."""
+"""The edits of tests/edits/edits.toml: finds their places in the source, and asks what rejects
+them.
+"""
 
 import ast
 import contextlib
@@ -32,12 +34,14 @@ DEVICES = 8
 """The sizes of a model are those that `tools.verify` takes for so many devices."""
 
 
-# ---- an edit of a text --------------------------------------------------------------------------------------------
+# ---- an edit of a text ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Puts a text in place of one expression, of statements, or of what a regular expression matches."""
+    """Puts a text in place of one expression, of statements, or of what a regular expression
+    matches.
+    """
 
     find: str = ""
     put: str = ""
@@ -47,11 +51,16 @@ class Change:
     file: str = "train.py"
 
     def apply(self, text: str) -> str:
-        """The text of the file after the change. Without `find` and `regex`, the new text is put at its end."""
+        """The text of the file after the change.
+
+        Without `find` and `regex`, the new text is put at its end.
+        """
         if self.regex:
             begin, end = self._bounds(text)
             (match,) = self._only([*re.finditer(self.regex, text[begin:end])])
-            return text[: begin + match.start()] + match.expand(self.put) + text[begin + match.end() :]
+            return (
+                text[: begin + match.start()] + match.expand(self.put) + text[begin + match.end() :]
+            )
         if not self.find:
             return f"{text}\n\n{self.put}"
         nodes = self._only([*self._matches(tree_of(text))])
@@ -61,12 +70,15 @@ class Change:
             put = in_brackets(self.put.replace("FOUND", in_brackets(found)))
         else:
             indent = " " * nodes[0].col_offset
-            put = self.put.replace("FOUND", found.replace(f"\n{indent}", "\n")).replace("\n", f"\n{indent}")
+            put = self.put.replace("FOUND", found.replace(f"\n{indent}", "\n")).replace(
+                "\n", f"\n{indent}"
+            )
         return text[:begin] + put + text[end:]
 
     def _only(self, found: list) -> list:
         assert len(found) == 1, (
-            f"{self.within or 'the file'} in {self.file} has {len(found)} times: {self.find or self.regex}"
+            f"{self.within or 'the file'} in {self.file} has {len(found)} times: "
+            f"{self.find or self.regex}"
         )
         return found[0] if self.find else found
 
@@ -74,7 +86,9 @@ class Change:
         scope: ast.AST = tree
         for name in filter(None, self.within.split(".")):
             kinds = ast.FunctionDef, ast.ClassDef
-            found = [node for node in ast.walk(scope) if isinstance(node, kinds) and node.name == name]
+            found = [
+                node for node in ast.walk(scope) if isinstance(node, kinds) and node.name == name
+            ]
             assert len(found) == 1, f"{self.file} has {len(found)} times {self.within}"
             (scope,) = found
         return scope
@@ -88,7 +102,9 @@ class Change:
     def _matches(self, tree: ast.Module) -> Iterator[list[ast.AST]]:
         pattern = ast.parse(textwrap.dedent(self.find)).body
         if len(pattern) == 1 and isinstance(pattern[0], ast.Expr):
-            yield from ([node] for node in ast.walk(self._scope(tree)) if same(pattern[0].value, node))
+            yield from (
+                [node] for node in ast.walk(self._scope(tree)) if same(pattern[0].value, node)
+            )
             return
         for node in ast.walk(self._scope(tree)):
             for block in (getattr(node, name, []) for name in ("body", "orelse", "finalbody")):
@@ -104,11 +120,15 @@ def tree_of(text: str) -> ast.Module:
 
 
 def same(pattern: object, node: object) -> bool:
-    """True if a node has the tree of the pattern, in which `...` is any expression, or the last arguments of a call."""
+    """True if a node has the tree of the pattern, in which `...` is any expression, or the last
+    arguments of a call.
+    """
     if isinstance(pattern, ast.Constant) and pattern.value is ...:
         return isinstance(node, ast.expr)
     if isinstance(pattern, list):
-        return isinstance(node, list) and len(pattern) == len(node) and all(map(same, pattern, node))
+        return (
+            isinstance(node, list) and len(pattern) == len(node) and all(map(same, pattern, node))
+        )
     if not isinstance(pattern, ast.AST):
         return repr(pattern) == repr(node)
     if type(pattern) is not type(node):
@@ -116,27 +136,46 @@ def same(pattern: object, node: object) -> bool:
     if isinstance(pattern, ast.Call) and pattern.args and ast.unparse(pattern.args[-1]) == "...":
         first = len(pattern.args) - 1
         return same(pattern.func, node.func) and same(pattern.args[:first], node.args[:first])
-    return all(same(getattr(pattern, name), getattr(node, name)) for name in pattern._fields if name != "ctx")
+    return all(
+        same(getattr(pattern, name), getattr(node, name))
+        for name in pattern._fields
+        if name != "ctx"
+    )
 
 
 def position(text: str, node: ast.AST, first: bool) -> int:
     """Index of the first character of a node in a text, or of the one after its last."""
     if first and getattr(node, "decorator_list", []):
         return position(text, node.decorator_list[0], first) - 1  # its @
-    line, column = (node.lineno, node.col_offset) if first else (node.end_lineno, node.end_col_offset)
+    line, column = (
+        (node.lineno, node.col_offset) if first else (node.end_lineno, node.end_col_offset)
+    )
     lines = text.splitlines(keepends=True)
     return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
 
 
-ATOMS = ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Constant, ast.List, ast.Dict, ast.JoinedStr
+ATOMS = (
+    ast.Name,
+    ast.Attribute,
+    ast.Subscript,
+    ast.Call,
+    ast.Constant,
+    ast.List,
+    ast.Dict,
+    ast.JoinedStr,
+)
 
 
 def in_brackets(text: str) -> str:
     """An expression that can stand in any other."""
-    return text if isinstance(ast.parse(text.strip(), mode="eval").body, ATOMS) else f"({text.strip()})"
+    return (
+        text
+        if isinstance(ast.parse(text.strip(), mode="eval").body, ATOMS)
+        else f"({text.strip()})"
+    )
 
 
-# ---- the edits ----------------------------------------------------------------------------------------------------
+# ---- the edits -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,14 +223,24 @@ class Edit:
         return {file: lines_of(text, (ROOT / file).read_text(), line) for file, text in python}
 
     def is_named_in(self, message: str) -> bool:
-        """True if a message names one of these lines as its place, or as one from which that is called."""
+        """True if a message names one of these lines as its place, or as one from which that is
+        called.
+        """
         if self.line == ANY:
             return True
         named = (
-            (file, rf"^(?:  called from )?<changed_{Path(file).stem} -?\d+>:(\d+(?:, \d+)*)") for file in self.lines
+            (file, rf"^(?:  called from )?<changed_{Path(file).stem} -?\d+>:(\d+(?:, \d+)*)")
+            for file in self.lines
         )
-        lists = ((file, numbers) for file, place in named for numbers in re.findall(place, message, re.MULTILINE))
-        return any(self.lines[file] & {int(number) for number in numbers.split(", ")} for file, numbers in lists)
+        lists = (
+            (file, numbers)
+            for file, place in named
+            for numbers in re.findall(place, message, re.MULTILINE)
+        )
+        return any(
+            self.lines[file] & {int(number) for number in numbers.split(", ")}
+            for file, numbers in lists
+        )
 
 
 ANY = "…"
@@ -199,17 +248,31 @@ ANY = "…"
 
 
 def lines_of(text: str, before: str, line: str) -> set[int]:
-    """Numbers of the lines that have `line`; without one, of changed statements and the heads of their functions."""
+    """Numbers of the lines that have `line`; without one, of changed statements and the heads of
+    their functions.
+    """
     lines = text.splitlines()
     if line:
         return {number for number, x in enumerate(lines, start=1) if line in x}
-    opcodes = difflib.SequenceMatcher(None, before.splitlines(), lines, autojunk=False).get_opcodes()
-    changed = {number for tag, _, _, c, d in opcodes if tag != "equal" for number in range(c + 1, max(d, c + 1) + 1)}
+    opcodes = difflib.SequenceMatcher(
+        None, before.splitlines(), lines, autojunk=False
+    ).get_opcodes()
+    changed = {
+        number
+        for tag, _, _, c, d in opcodes
+        if tag != "equal"
+        for number in range(c + 1, max(d, c + 1) + 1)
+    }
     found = set(changed)
     for node in ast.walk(tree_of(text)):
         if isinstance(node, ast.stmt) and changed & {*range(node.lineno, node.end_lineno + 1)}:
             if isinstance(node, ast.FunctionDef):
-                found |= {*range(min([node, *node.decorator_list], key=lambda x: x.lineno).lineno, node.body[0].lineno)}
+                found |= {
+                    *range(
+                        min([node, *node.decorator_list], key=lambda x: x.lineno).lineno,
+                        node.body[0].lineno,
+                    )
+                }
             elif not hasattr(node, "body"):
                 found |= {*range(node.lineno, node.end_lineno + 1)}
     return found
@@ -233,9 +296,15 @@ def edit_of(id: str, table: dict) -> Edit:
     changes += map(change_of, table.get("change", ()))
     changes += [Change(**{name: table[name] for name in names & table.keys()})] * ("put" in table)
     config = table.get("config", "demo")
-    others = {name: x for name, x in table.items() if name not in {*names, "uses", "change", "config", "fix"}}
+    others = {
+        name: x
+        for name, x in table.items()
+        if name not in {*names, "uses", "change", "config", "fix"}
+    }
     others |= {"fix": change_of(table["fix"])} if "fix" in table else {}
-    return Edit(id, tuple(changes), (config,) if isinstance(config, str) else tuple(config), **others)
+    return Edit(
+        id, tuple(changes), (config,) if isinstance(config, str) else tuple(config), **others
+    )
 
 
 EDITS = {id: edit_of(id, table) for id, table in DATA["edit"].items()}
@@ -250,7 +319,7 @@ def faults() -> list[Edit]:
     return found
 
 
-# ---- tests ------------------------------------------------------------------------------------------------------
+# ---- tests ---------------------------------------------------------------------------------------
 
 
 def copied(target: Path) -> Path:
@@ -260,7 +329,10 @@ def copied(target: Path) -> Path:
 
 
 def run_tests(
-    copy: Path, tests: Sequence[str], files: Mapping[str, str] | None = None, seconds: float | None = None
+    copy: Path,
+    tests: Sequence[str],
+    files: Mapping[str, str] | None = None,
+    seconds: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs tests in a copy of the repository, with other texts of `files`, which it puts back."""
     before = {file: (copy / file).read_text() for file in files or {}}
@@ -269,13 +341,15 @@ def run_tests(
     try:
         for file, text in (files or {}).items():
             (copy / file).write_text(text)
-        return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds)
+        return subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds
+        )
     finally:
         for file, text in before.items():
             (copy / file).write_text(text)
 
 
-# ---- types and the check ----------------------------------------------------------------------------------------
+# ---- types and the check -------------------------------------------------------------------------
 
 
 @functools.cache
@@ -287,7 +361,9 @@ def _composed(name: str) -> tuple:
 def mesh_of(text: str) -> AbstractMesh:
     """A mesh such as `r=2 d=2 t=2`, without devices."""
     sizes = {axis: int(size) for axis, size in (word.split("=") for word in text.split())}
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes)
+    )
 
 
 @contextlib.contextmanager
@@ -309,7 +385,9 @@ def step_of(edit: Edit, name: str) -> Iterator[Step]:
 
 
 def refusal(edit: Edit, name: str) -> tuple[str, str]:
-    """What rejects an edit under a configuration, `type`, `exact` or nothing, and its first message."""
+    """What rejects an edit under a configuration, `type`, `exact` or nothing, and its first
+    message.
+    """
     try:
         with step_of(edit, name) as step:
             if edit.type:
@@ -320,14 +398,19 @@ def refusal(edit: Edit, name: str) -> tuple[str, str]:
                 trace(step)  # which raises if it is not the check that raised
                 text = str(error)
             return ("exact" if text else ""), text
-    except Exception as error:  # of any class: JAX's own ShardingTypeError is none that can be named
+    except Exception as error:
+        # of any class: JAX's own ShardingTypeError is none that can be named
         return "type", str(error)
 
 
 def first_finding(step: Step) -> str:
-    """What the check of a run's steps finds first, or cannot decide, by the program that shows it soonest."""
+    """What the check of a run's steps finds first, or cannot decide, by the program that shows it
+    soonest.
+    """
     verdicts = (examine(step, (name,)) for name in ("evaluation", "start", "training"))
-    return next((str(line) for found, undecided, *_ in verdicts for line in (*found, *undecided)), "")
+    return next(
+        (str(line) for found, undecided, *_ in verdicts for line in (*found, *undecided)), ""
+    )
 
 
 def trace(step: Step) -> None:

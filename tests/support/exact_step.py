@@ -1,7 +1,9 @@
-"""A training program of integers, whose losses numpy knows to the bit, and runs of it that start in milliseconds.
+"""A training program of integers, whose losses numpy knows to the bit, and runs of it that start in
+milliseconds.
 
-Each loss is a hash of the whole state, the whole batch with the place of each token, the step and the settings, and the
-state after a step depends on it: whatever is wrong once shows in every later loss, on any mesh.
+Each loss is a hash of the whole state, the whole batch with the place of each token, the step and
+the settings, and the state after a step depends on it: whatever is wrong once shows in every later
+loss, on any mesh.
 """
 
 import dataclasses
@@ -49,7 +51,7 @@ class Model:
         self.table = Weights(Weight((16, 8), "embedding"), Layer(Weight((2, 8, 8), "matrix")))
 
 
-# ---- the arithmetic, by jax and by numpy --------------------------------------------------------------------------
+# ---- the arithmetic, by jax and by numpy ---------------------------------------------------------
 
 
 def mixed(np_or_jnp, x, place):
@@ -71,20 +73,27 @@ def loss_and_state(np_or_jnp, leaves, places, of_batch, number, rate):
         total = total * np.uint32(3) + mixed(np_or_jnp, x, place + np.uint32(977 * i))
     total = total ^ (total >> np.uint32(13))
     count = len(leaves) // 3
-    w, mu, nu = ([x.astype(np.uint32) for x in leaves[i * count : (i + 1) * count]] for i in range(3))
+    w, mu, nu = (
+        [x.astype(np.uint32) for x in leaves[i * count : (i + 1) * count]] for i in range(3)
+    )
     mu = [(x * np.uint32(3) + (total & np.uint32(255))) % np.uint32(PRIME) for x in mu]
-    nu = [(x * np.uint32(5) + (total >> np.uint32(24)) + m) % np.uint32(PRIME) for x, m in zip(nu, mu, strict=True)]
+    nu = [
+        (x * np.uint32(5) + (total >> np.uint32(24)) + m) % np.uint32(PRIME)
+        for x, m in zip(nu, mu, strict=True)
+    ]
     w = [(x * np.uint32(7) + m + n) % np.uint32(PRIME) for x, m, n in zip(w, mu, nu, strict=True)]
-    return (total >> np.uint32(12)).astype(np.float32) / np.float32(1024), [x.astype(np.float32) for x in w + mu + nu]
+    return (total >> np.uint32(12)).astype(np.float32) / np.float32(1024), [
+        x.astype(np.float32) for x in w + mu + nu
+    ]
 
 
 def first_weights(np_or_jnp, seed, i, place):
-    return ((place * np.uint32(31) + np.uint32(104729 * i) + seed * np.uint32(7919)) % np.uint32(PRIME)).astype(
-        np.float32
-    )
+    return (
+        (place * np.uint32(31) + np.uint32(104729 * i) + seed * np.uint32(7919)) % np.uint32(PRIME)
+    ).astype(np.float32)
 
 
-# ---- the program --------------------------------------------------------------------------------------------------
+# ---- the program ---------------------------------------------------------------------------------
 
 
 def placed(shape, spec=None):
@@ -101,7 +110,10 @@ def init_state(key, config, model):
     seed = jax.random.key_data(key)[1]
     shapes, tree = jax.tree.flatten(shapes_of(model.table))
     specs = [x.spec for x in jax.tree.leaves(make_shardings(Weights, like=shapes_of(model.table)))]
-    made = [first_weights(jnp, seed, i, placed(x.shape, s)) for i, (x, s) in enumerate(zip(shapes, specs, strict=True))]
+    made = [
+        first_weights(jnp, seed, i, placed(x.shape, s))
+        for i, (x, s) in enumerate(zip(shapes, specs, strict=True))
+    ]
     w = jax.tree.unflatten(tree, made)
     return train.State(w, *(jax.tree.map(jnp.zeros_like, w) for _ in range(2)))
 
@@ -130,19 +142,23 @@ SPEC = dataclasses.replace(
 )
 
 
-# ---- what numpy expects -------------------------------------------------------------------------------------------
+# ---- what numpy expects --------------------------------------------------------------------------
 
 
 def expected(seed: int, batches: Iterator) -> Iterator[float]:
     """The loss of each step, from the (TokenBatch of sequences, learning rate) of each."""
-    shapes = [w.shape for w in jax.tree.leaves(Model(None).table, is_leaf=lambda x: isinstance(x, Weight))]
+    shapes = [
+        w.shape for w in jax.tree.leaves(Model(None).table, is_leaf=lambda x: isinstance(x, Weight))
+    ]
     places = [np.arange(np.prod(shape), dtype=np.uint32).reshape(shape) for shape in shapes]
     leaves = [first_weights(np, np.uint32(seed), i, place) for i, place in enumerate(places)]
     leaves += [np.zeros(shape, np.float32) for shape in shapes * 2]
     with np.errstate(over="ignore"):
         for number, (batch, rate) in enumerate(batches):
             of_batch = hash_of_batch(
-                np, batch, np.arange(batch.targets.size, dtype=np.uint32).reshape(batch.targets.shape)
+                np,
+                batch,
+                np.arange(batch.targets.size, dtype=np.uint32).reshape(batch.targets.shape),
             )
             loss, leaves = loss_and_state(np, leaves, places * 3, of_batch, np.uint32(number), rate)
             yield float(loss)
@@ -152,7 +168,7 @@ MODEL = Model(tiny.model(layers=2))
 _STEPS, _PROGRAMS, _CONFIGS = {}, {}, {}
 
 
-# ---- runs ---------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 class Stopping(Listener):
@@ -193,11 +209,20 @@ class Compiled:
 
 
 def remembered(config_at):
-    """`config_at`, which takes longer than all else of a start, once for each configuration and step."""
+    """`config_at`, which takes longer than all else of a start, once for each configuration and
+    step.
+    """
 
     def at(c, step):
         free = {"steps": c.training.steps, "resume_step": c.training.resume_step}
-        key = repr(dataclasses.replace(c, training=dataclasses.replace(c.training, **dict.fromkeys(free)))), step
+        key = (
+            repr(
+                dataclasses.replace(
+                    c, training=dataclasses.replace(c.training, **dict.fromkeys(free))
+                )
+            ),
+            step,
+        )
         found = _CONFIGS[key] = _CONFIGS.get(key) or config_at(c, step)
         return dataclasses.replace(found, training=dataclasses.replace(found.training, **free))
 
@@ -205,7 +230,9 @@ def remembered(config_at):
 
 
 def use(patch) -> None:
-    """Patches what runs use: programs are traced and compiled once, and not proved, planned or described."""
+    """Patches what runs use: programs are traced and compiled once, and not proved, planned or
+    described.
+    """
     at = remembered(changes.config_at)
     for module in (changes, run, checkpoints):
         patch.setattr(module, "config_at", at)
@@ -214,7 +241,15 @@ def use(patch) -> None:
     def trace(c, model, spec=None):
         t = c.training
         mesh = jax.sharding.get_mesh()
-        key = (mesh, t.batch_size, t.seq_len, t.microbatches, t.seed, t.init_from, c.optimizer.learning_rate)
+        key = (
+            mesh,
+            t.batch_size,
+            t.seq_len,
+            t.microbatches,
+            t.seed,
+            t.init_from,
+            c.optimizer.learning_rate,
+        )
         return _STEPS.setdefault(key, step.Step(c, MODEL, mesh, SPEC))
 
     def lower_once(self):
@@ -225,7 +260,9 @@ def use(patch) -> None:
     patch.setattr(train, "SPEC", SPEC)
     patch.setattr(train, "Run", Bare)
     patch.setattr(run, "trace_step", trace)
-    patch.setattr(run, "provenance_of", lambda step: {"source": {}, "programs": {}, "traced_by": ""})
+    patch.setattr(
+        run, "provenance_of", lambda step: {"source": {}, "programs": {}, "traced_by": ""}
+    )
     patch.setattr(step.Step, "lower", lower_once)
     patch.setattr(step.Step, "calls", [])
     patch.setattr(run, "load_spec", lambda: SPEC)

@@ -4,7 +4,9 @@ import doctest
 
 
 def run(name: str, doc: str | None, names: dict) -> int:
-    """Runs the example in a docstring, which may define further names; returns its number of statements."""
+    """Runs the example in a docstring, which may define further names; returns its number of
+    statements.
+    """
     test = doctest.DocTestParser().get_doctest(doc or "", names, name, f"<docstring of {name}>", 0)
     test.globs = names
     shown: list[str] = []

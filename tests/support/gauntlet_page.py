@@ -1,8 +1,10 @@
-"""The Gauntlet: silent parallelism bugs that other frameworks have published, and where each would be caught.
+"""The Gauntlet: silent parallelism bugs that other frameworks have published, and where each would
+be caught.
 
     python -m tests.support.gauntlet_page       prints docs/gauntlet.md
 
-edits/edits.toml has the bugs as edits of this repository, and what catches each; edits/test_edits.py makes them.
+edits/edits.toml has the bugs as edits of this repository, and what catches each;
+edits/test_edits.py makes them.
 """
 
 import re
@@ -49,7 +51,9 @@ def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
 
 def linked(upstream: str) -> str:
     """The threads that report a bug, `owner/repository#number`, as links."""
-    return re.sub(r"([\w.-]+)/([\w.-]+)#(\d+)", r"[\2#\3](https://github.com/\1/\2/issues/\3)", upstream)
+    return re.sub(
+        r"([\w.-]+)/([\w.-]+)#(\d+)", r"[\2#\3](https://github.com/\1/\2/issues/\3)", upstream
+    )
 
 
 def catcher(edit: Edit) -> str:
@@ -65,14 +69,26 @@ def page() -> str:
         names = [catcher(edit) for edit in ours]
         caught = [names.count(name) for name in NAMES.values()]
         theirs = [edit.spmd for edit in ours if edit.spmd]
-        rows.append([meaning, len(ours), sum(caught), *caught, len(theirs), theirs.count("refused")])
+        rows.append(
+            [meaning, len(ours), sum(caught), *caught, len(theirs), theirs.count("refused")]
+        )
     total = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
     bugs, planted, types, exact, test, tried, _ = total
-    counts = {"bugs": bugs, "planted": planted, "early": types + exact, "test": test, "tried": tried}
+    counts = {
+        "bugs": bugs,
+        "planted": planted,
+        "early": types + exact,
+        "test": test,
+        "tried": tried,
+    }
     head = HEAD.format(version=DATA["spmd_types"], rest=bugs - planted, **counts)
     names = ["class", "bugs", "planted", *NAMES.values(), "tried in spmd_types", "rejected by it"]
     lines = [head, "## Counts", "", *table(names, [*rows, ["all", *total]]), "", "## Examples", ""]
-    shown = [(f"{edit.bug.rstrip('.')} ({linked(edit.id)})", catcher(edit)) for edit in BUGS if edit.shown]
+    shown = [
+        (f"{edit.bug.rstrip('.')} ({linked(edit.id)})", catcher(edit))
+        for edit in BUGS
+        if edit.shown
+    ]
     return "\n".join([*lines, *table(["bug", "caught by"], shown)]) + "\n"
 
 

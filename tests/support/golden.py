@@ -6,10 +6,12 @@
     the problem
     remedy: …
 
-The place must be in the last statement of the program, or at its line that ends in `# here`. What else a message shows,
-such as the types of the values there, test_messages.py compares for some programs.
+The place must be in the last statement of the program, or at its line that ends in `# here`. What
+else a message shows, such as the types of the values there, test_messages.py compares for some
+programs.
 
-`GOLDEN=write python -m pytest <the test>` writes what the programs give now: read the difference before you keep it.
+`GOLDEN=write python -m pytest <the test>` writes what the programs give now: read the difference
+before you keep it.
 """
 
 import ast
@@ -37,7 +39,8 @@ def read(path: Path) -> dict[str, tuple[str, str]]:
 
 
 def check(path: Path, name: str, run: Callable[[str], str]) -> None:
-    """Asserts that the message that `run` gives for the program of a case has the problem and the remedy of its file.
+    """Asserts that the message that `run` gives for the program of a case has the problem and the
+    remedy of its file.
 
     If GOLDEN is `write`, what it gives is written there.
     """
@@ -46,7 +49,11 @@ def check(path: Path, name: str, run: Callable[[str], str]) -> None:
     found = without_context(run(program))
     if os.environ.get("GOLDEN") == "write":
         cases[name] = program, found
-        path.write_text("\n".join(f"== {name}\n{program}\n--\n{text}\n" for name, (program, text) in cases.items()))
+        path.write_text(
+            "\n".join(
+                f"== {name}\n{program}\n--\n{text}\n" for name, (program, text) in cases.items()
+            )
+        )
         return
     assert found == text
 
@@ -65,7 +72,10 @@ def in_file(source: str, file: str = FILE) -> ast.Module:
 
 
 def refused(program: str, execute: Callable[[ast.stmt], None]) -> str:
-    """The message of a ShardError that the last statement of a program raises. The others must pass."""
+    """The message of a ShardError that the last statement of a program raises.
+
+    The others must pass.
+    """
     *right, wrong = in_file(program).body
     for statement in right:
         execute(statement)
@@ -74,5 +84,7 @@ def refused(program: str, execute: Callable[[ast.stmt], None]) -> str:
     file, line = re.match(r"(\S+):(\d+): ", str(raised.value)).groups()
     marked = [i for i, text in enumerate(program.splitlines(), 1) if text.endswith("# here")]
     lines = marked or range(wrong.lineno, wrong.end_lineno + 1)
-    assert int(line) in lines if file == FILE else file.endswith(".py"), f"not at {lines}: {raised.value}"
+    assert int(line) in lines if file == FILE else file.endswith(".py"), (
+        f"not at {lines}: {raised.value}"
+    )
     return str(raised.value)

@@ -1,4 +1,6 @@
-"""Loss and gradients of the same weights and batch under different settings; those of a path of attention."""
+"""Loss and gradients of the same weights and batch under different settings; those of a path of
+attention.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ from tests.support import tiny
 
 
 def loss_and_gradients(c: Config, mesh, batch=None, dtype="float32"):
-    """The compiled program's text, and (loss, gradients) of fresh weights and a batch, or of tiny's, on the host."""
+    """The compiled program's text, and (loss, gradients) of fresh weights and a batch, or of
+    tiny's, on the host.
+    """
     table = load_model(c.model).table
 
     def per_device(w: type(table), batch: train.Batch) -> tuple[f32[""], type(table)]:
@@ -29,13 +33,17 @@ def loss_and_gradients(c: Config, mesh, batch=None, dtype="float32"):
 
 
 def assert_close(found, expected, tolerance):
-    """What `with_gradients` gives for two paths of attention, each up to a part of its largest entry."""
+    """What `with_gradients` gives for two paths of attention, each up to a part of its largest
+    entry.
+    """
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
 
 
 def with_gradients(path, q, k, v, document, g, dtype="float32", pattern=CAUSAL):
-    """The result of a path of attention and the gradients of q, k and v, in f64, on the mesh in force."""
+    """The result of a path of attention and the gradients of q, k and v, in f64, on the mesh in
+    force.
+    """
     given = [jnp.asarray(x, dtype) for x in (q, k, v, g)]
     with Scope(act=dtype):
         found = jax.jit(bench.chip.with_gradients(path, pattern))(*given, document)

@@ -1,7 +1,5 @@
 """Optimized HLO texts, written by hand."""
 
-# ruff: noqa: E501
-
 HEAD = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[4,8]{1,0})->f32[8,8]{1,0}}, num_partitions=4
 
 FileNames

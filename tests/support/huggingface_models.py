@@ -1,4 +1,6 @@
-"""Small models that transformers can express, their checkpoints, and rows of whole documents to compare logits on."""
+"""Small models that transformers can express, their checkpoints, and rows of whole documents to
+compare logits on.
+"""
 
 import dataclasses
 import importlib.util
@@ -19,9 +21,15 @@ from tests.support import tiny
 COMPARES = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 """Whether exports and imports can be compared with transformers here."""
 LENGTH = 96
-LLAMA3 = RopeScaling(kind="llama3", factor=4.0, original_length=64, low_frequency_factor=1.0, high_frequency_factor=4.0)
-"""With a base of 100 and heads of 8: a wavelength that is kept, two that are interpolated, and one that is stretched,
-on documents longer than original_length."""
+LLAMA3 = RopeScaling(
+    kind="llama3",
+    factor=4.0,
+    original_length=64,
+    low_frequency_factor=1.0,
+    high_frequency_factor=4.0,
+)
+"""With a base of 100 and heads of 8: a wavelength that is kept, two that are interpolated, and one
+that is stretched, on documents longer than original_length."""
 CASES = {
     "grouped": {},
     "tied": {"tied_embeddings": True},
@@ -37,7 +45,9 @@ def model(case: str, **changes) -> train.ModelConfig:
 
 
 def weights(c: train.ModelConfig, seed: int = 7) -> train.Transformer:
-    """Weights on the mesh in force, drawn without the time to compile that; the norms' differ from one."""
+    """Weights on the mesh in force, drawn without the time to compile that; the norms' differ from
+    one.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(weight):
@@ -54,7 +64,9 @@ def settings(c: train.ModelConfig, filespec: str = "unused", **training):
     return config
 
 
-def save(directory, w: train.Transformer, c: train.ModelConfig, step: int = 5, filespec: str = "unused") -> str:
+def save(
+    directory, w: train.Transformer, c: train.ModelConfig, step: int = 5, filespec: str = "unused"
+) -> str:
     """A run's directory with a checkpoint of these weights, as train.py writes it."""
     metadata = {"config": dataclasses.asdict(settings(c, filespec)), "loader": {}}
     with Checkpointer(directory / "checkpoints") as checkpoints:
@@ -65,7 +77,13 @@ def save(directory, w: train.Transformer, c: train.ModelConfig, step: int = 5, f
 def export(run, output, **settings) -> str:
     """Exports a run; what the tool printed."""
     lines: list[str] = []
-    given = {"run": str(run), "output": str(output), "check": COMPARES, "trust": True, "dtype": "f32"} | settings
+    given = {
+        "run": str(run),
+        "output": str(output),
+        "check": COMPARES,
+        "trust": True,
+        "dtype": "f32",
+    } | settings
     checkpoint_to_huggingface.run(checkpoint_to_huggingface.Settings(**given), lines.append)
     return "\n".join(lines)
 

@@ -1,4 +1,6 @@
-"""What the HTTP servers of tests have in common: a free port of this machine, a thread, and no words about requests."""
+"""What the HTTP servers of tests have in common: a free port of this machine, a thread, and no
+words about requests.
+"""
 
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,6 +1,8 @@
-"""Every single change, of some kinds, to the specs and collectives of a module, for tests of what notices them.
+"""Every single change, of some kinds, to the specs and collectives of a module, for tests of what
+notices them.
 
-They are found in the syntax tree: strings that are specs, and calls of shardlib's ops, by whatever names.
+They are found in the syntax tree: strings that are specs, and calls of shardlib's ops, by whatever
+names.
 """
 
 import ast
@@ -20,9 +22,12 @@ COLLECTIVES = {"all_gather", "psum_scatter", "psum", "pmax", "replicate"}
 @functools.cache
 def kinds_of_weights() -> dict:
     """The kinds of weights by name, which are indexed with a spec as the types of arrays are."""
-    from shardwright.modeling import weights  # the tests of shardlib have no trainer, and mutate no model
+    # the tests of shardlib have no trainer, and mutate no model
+    from shardwright.modeling import weights
 
-    return {name: value for name, value in vars(weights).items() if isinstance(value, weights.Declared)}
+    return {
+        name: value for name, value in vars(weights).items() if isinstance(value, weights.Declared)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,30 +59,42 @@ class Source:
         def place(line, column):
             return self._starts[line - 1] + column
 
-        return slice(place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset))
+        return slice(
+            place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
+        )
 
     def of(self, node: ast.expr) -> str:
         return self._raw[self._span(node)].decode()
 
     def op(self, call: ast.Call) -> str:
-        """Name of the function that is called; of an op also where it is called by a name of the module's own."""
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        """Name of the function that is called; of an op also where it is called by a name of the
+        module's own.
+        """
+        name = (
+            call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        )
         return self._ops.get(name, name)
 
     def mutant(self, kind: str, node: ast.expr, after: str) -> Mutant:
         span = self._span(node)
         mutated = (self._raw[: span.start] + after.encode() + self._raw[span.stop :]).decode()
-        return Mutant(kind, node.lineno, " ".join(self.of(node).split()), " ".join(after.split()), mutated)
+        return Mutant(
+            kind, node.lineno, " ".join(self.of(node).split()), " ".join(after.split()), mutated
+        )
 
 
 def _assigned_ops(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(name, op) for each assignment of an op, such as `gather = shardops.all_gather`, in tuples too."""
+    """(name, op) for each assignment of an op, such as `gather = shardops.all_gather`, in tuples
+    too.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign):
             continue
         target, value = node.targets[0], node.value
         in_tuples = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-        for name, op in zip(target.elts, value.elts, strict=True) if in_tuples else [(target, value)]:
+        for name, op in (
+            zip(target.elts, value.elts, strict=True) if in_tuples else [(target, value)]
+        ):
             if isinstance(op, ast.Attribute) and getattr(op.value, "id", "") == "shardops":
                 yield name.id, op.attr
 
@@ -92,7 +109,12 @@ def mutants(text: str, file: str = "train.py") -> Iterator[Mutant]:
 
 
 def _all_mutants(source: Source) -> Iterator[Mutant]:
-    types = {id(node) for node in ast.walk(source.tree) if isinstance(node, ast.Subscript) for node in _of_type(node)}
+    types = {
+        id(node)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Subscript)
+        for node in _of_type(node)
+    }
     for node in ast.walk(source.tree):
         if (
             isinstance(node, ast.Constant)
@@ -113,13 +135,21 @@ def _other_counts(source: Source, function: ast.FunctionDef) -> Iterator[Mutant]
     """Other divisors of a sum over devices, in a function of a TokenBatch `batch`."""
     batch = "batch" if "batch" in {argument.arg for argument in function.args.args} else ""
     for node in ast.walk(function):
-        if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and isinstance(node.left, ast.Call)):
+        if not (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Div)
+            and isinstance(node.left, ast.Call)
+        ):
             continue
         if source.op(node.left) != "psum" or not batch:
             continue
         count = source.of(node.right)
         yield source.mutant("loss divided by a size", node.right, f"{batch}.targets.size")
-        yield source.mutant("loss divided by a device's count", node.right, f"jnp.sum(jnp.float32({batch}.loss_mask))")
+        yield source.mutant(
+            "loss divided by a device's count",
+            node.right,
+            f"jnp.sum(jnp.float32({batch}.loss_mask))",
+        )
         for axis in AXES:
             for operator in "*/":
                 text = f'({count} {operator} shardops.axis_size("{axis}"))'
@@ -127,13 +157,17 @@ def _other_counts(source: Source, function: ast.FunctionDef) -> Iterator[Mutant]
 
 
 def _of_type(node: ast.Subscript) -> list[ast.expr]:
-    """The spec of `f32["B"]`, `Array["layers", X]` or `matrix["M -> F"]`, in a list; nothing for another subscript."""
-    first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
+    """The spec of `f32["B"]`, `Array["layers", X]` or `matrix["M -> F"]`, in a list; nothing for
+    another subscript.
+    """
+    first = (
+        node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
+    )
     types = {"act", "f32", "i32", "u32", "bool_", "Array", *kinds_of_weights()}
     return [first] if getattr(node.value, "id", "") in types else []
 
 
-# ---- specs --------------------------------------------------------------------------------------------------------
+# ---- specs ---------------------------------------------------------------------------------------
 
 _AXIS = f"[{''.join(AXIS_ORDER)}]"
 _WORD = rf"\[?[A-Za-z]+(/{_AXIS})*\]?|\.\.\.|[+*]{_AXIS}"
@@ -142,7 +176,9 @@ _SPEC = re.compile(rf"{_SHAPE}(,{_SHAPE})*->{_SHAPE}|{_SHAPE}")
 
 
 def is_spec(text: str) -> bool:
-    """Whether a string is a spec: of an operation, or of a type that says how an array is sharded."""
+    """Whether a string is a spec: of an operation, or of a type that says how an array is
+    sharded.
+    """
     text = _without_groups(text)
     return _SPEC.fullmatch(text) is not None and (
         "->" in text or re.search(r"/[rtdp]\b|[+*][rtdp]\b", text) is not None
@@ -150,7 +186,9 @@ def is_spec(text: str) -> bool:
 
 
 def spec_changes(spec: str) -> Iterator[tuple[str, str]]:
-    """(kind, the spec after it) for every single change of a kind that changes what the spec says."""
+    """(kind, the spec after it) for every single change of a kind that changes what the spec
+    says.
+    """
     spec = _without_groups(spec)
     yield from ((kind, new) for kind, new in _spec_changes(spec) if _meaning(new) != _meaning(spec))
 
@@ -159,7 +197,9 @@ def _without_groups(spec: str) -> str:
     """The spec with the axes of each group: of `B/b +b`, `B/r/d/e +r +d +e`."""
     for group, axes in GROUPS.items():
         spec = re.sub(rf"/{group}\b", "".join(f"/{axis}" for axis in axes), spec)
-        spec = re.sub(rf"([+*]){group}\b", lambda m, axes=axes: " ".join(m[1] + axis for axis in axes), spec)
+        spec = re.sub(
+            rf"([+*]){group}\b", lambda m, axes=axes: " ".join(m[1] + axis for axis in axes), spec
+        )
     return spec
 
 
@@ -198,7 +238,10 @@ def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
                 yield "/axis dropped", changed(i, made([a for a in axes if a != axis]))
                 for other in AXES:
                     if other not in axes:
-                        yield "axis swapped", changed(i, made([other if a == axis else a for a in axes]))
+                        yield (
+                            "axis swapped",
+                            changed(i, made([other if a == axis else a for a in axes])),
+                        )
             else:
                 yield "/axis added", changed(i, made(sorted([*axes, axis], key=AXIS_ORDER.index)))
         if len(axes) > 1:
@@ -216,7 +259,9 @@ def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
         for other in AXES[i + 1 :]:
             if axis in used or other in used:
                 swap = {axis: other, other: axis}
-                new = re.sub(r"(?<=[/+*])([rtdp])\b", lambda m, swap=swap: swap.get(m[1], m[1]), spec)
+                new = re.sub(
+                    r"(?<=[/+*])([rtdp])\b", lambda m, swap=swap: swap.get(m[1], m[1]), spec
+                )
 
                 def in_order(m):
                     return "/".join(["", *sorted(m[0][1:].split("/"), key=AXIS_ORDER.index)])
@@ -227,7 +272,7 @@ def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
             yield "axis dropped from a whole spec", re.sub(rf"\s*[+*]{axis}\b|/{axis}\b", "", spec)
 
 
-# ---- calls --------------------------------------------------------------------------------------------------------
+# ---- calls ---------------------------------------------------------------------------------------
 
 
 def call_changes(source: Source, node: ast.Call) -> Iterator[tuple[str, str]]:

@@ -11,9 +11,19 @@ from typing import Any
 from shardlib import shardops
 
 GROUPS = {
-    "Collectives": (*("all_gather", "psum", "psum_scatter", "pmax", "all_to_all", "ppermute", "zigzag"),),
+    "Collectives": (
+        *("all_gather", "psum", "psum_scatter", "pmax", "all_to_all", "ppermute", "zigzag"),
+    ),
     "Without communication": (
-        *("einsum_unreduced", "matmul", "products", "index_unreduced", "broadcast", "replicate", "shard"),
+        *(
+            "einsum_unreduced",
+            "matmul",
+            "products",
+            "index_unreduced",
+            "broadcast",
+            "replicate",
+            "shard",
+        ),
         *("rearrange", "take_rows", "add_rows", "grouped_product"),
     ),
     "Sizes and positions": ("axis_size", "axis_index", "size", "positions", "zeros"),
@@ -59,7 +69,12 @@ def in_markdown(doc: str) -> list[str]:
     lines = [text.strip(), ""]
     if arguments:
         arguments = re.sub(r"^ {4}(\S+): ", r"- `\1`: ", arguments, flags=re.MULTILINE)
-        lines += ["Arguments:", "", re.sub(r"^ {8}", "  ", arguments, flags=re.MULTILINE).strip(), ""]
+        lines += [
+            "Arguments:",
+            "",
+            re.sub(r"^ {8}", "  ", arguments, flags=re.MULTILINE).strip(),
+            "",
+        ]
     return [*lines, "```python", f">>> {example.strip()}", "```", ""]
 
 
@@ -70,7 +85,13 @@ def page() -> str:
         lines += [f"## {title}", ""]
         for name in names:
             op = getattr(shardops, name)
-            lines += [f"### {name}", "", f"`{signature(op)}`", "", *in_markdown(inspect.getdoc(op) or "")]
+            lines += [
+                f"### {name}",
+                "",
+                f"`{signature(op)}`",
+                "",
+                *in_markdown(inspect.getdoc(op) or ""),
+            ]
     return "\n".join([*lines, TAIL])
 
 

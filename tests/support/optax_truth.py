@@ -13,11 +13,15 @@ SIZES = 1e-2, 1.0, 1e-2, 3.0, 1e-3  # of the gradients of five steps
 def random_like(table, seed: int, size: float = 1.0):
     """Host arrays for the weights that `table` describes."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda weight: (size * rng.normal(size=weight.shape)).astype(np.float32), table)
+    return jax.tree.map(
+        lambda weight: (size * rng.normal(size=weight.shape)).astype(np.float32), table
+    )
 
 
 def updated_by_optax(oracle: optax.GradientTransformation, table) -> tuple[list, list[float]]:
-    """The weights before and after each of five updates on one device, and the norms of the gradients."""
+    """The weights before and after each of five updates on one device, and the norms of the
+    gradients.
+    """
     moments = jax.jit(oracle.init)(random_like(table, 0))
 
     @jax.jit
@@ -34,15 +38,19 @@ def updated_by_optax(oracle: optax.GradientTransformation, table) -> tuple[list,
 
 
 def updated_on(mesh: str, update, start, table, act: str = "float32") -> tuple[list, list]:
-    """The weights before and after each of five updates of State `start` on the mesh, and what else `update` returns.
+    """The weights before and after each of five updates of State `start` on the mesh, and what else
+    `update` returns.
 
-    update(state, g, step) -> (state, other), per device. The gradients are those of updated_by_optax.
+    update(state, g, step) -> (state, other), per device. The gradients are those of
+    updated_by_optax.
     """
     with jax.set_mesh(tiny.mesh(mesh)):
         state = tiny.place(start, train.State[type(table)])
         step_fn, path, others = tiny.per_device(update, act), [start.weights], []
         for i, size in enumerate(SIZES):
-            state, other = step_fn(state, tiny.place(random_like(table, i + 1, size), type(table)), np.int32(i))
+            state, other = step_fn(
+                state, tiny.place(random_like(table, i + 1, size), type(table)), np.int32(i)
+            )
             path.append(jax.tree.map(np.asarray, state.weights))
             others.append(other)
     return path, others

@@ -8,7 +8,15 @@ from pathlib import Path
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 MINE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)[0]
-SIZES = {"vocab": 64, "d_model": 32, "layers": 4, "n_kv": 4, "n_q_per_kv": 1, "d_head": 8, "d_ff": 8}
+SIZES = {
+    "vocab": 64,
+    "d_model": 32,
+    "layers": 4,
+    "n_kv": 4,
+    "n_q_per_kv": 1,
+    "d_head": 8,
+    "d_ff": 8,
+}
 
 
 @contextlib.contextmanager
@@ -34,7 +42,9 @@ def changed(source: str, diff: str) -> str:
     """A source with the change of a diff, whose hunks begin with @@."""
     for hunk in diff.split("@@\n"):
         lines = hunk.splitlines(keepends=True)
-        old, new = ("".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +"))
+        old, new = (
+            "".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +")
+        )
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     return source

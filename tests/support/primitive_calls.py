@@ -45,7 +45,8 @@ MORE = {
 }
 """How to call a primitive, if jax.lax has no function of its name."""
 NO_FUNCTION = {"eq_to", "le_to", "lt_to"}
-"""Primitives that no public function of JAX calls by itself: comparisons in the total order, inside of sorts."""
+"""Primitives that no public function of JAX calls by itself: comparisons in the total order, inside
+of sorts."""
 RANDOM = np.random.default_rng(0)
 OPERANDS = {
     "f": lambda: RANDOM.uniform(0.1, 0.9, SHAPE).astype(np.float32),
@@ -57,14 +58,18 @@ OPERANDS = {
 
 @functools.cache
 def call_of(name):
-    """The equation of a primitive, as a function, and the operands on which JAX takes it; None without one."""
+    """The equation of a primitive, as a function, and the operands on which JAX takes it; None
+    without one.
+    """
     function = MORE.get(name) or getattr(lax, name, None)
     if function is None:
         return None
     counts = [len(inspect.signature(function).parameters)] if name in MORE else [1, 2, 3]
     for count in counts:
         for kinds in ("f", "i", "b", "c", "if", "bff", "fff"):
-            given = [OPERANDS[kind]() for kind in (kinds if len(kinds) == count else kinds[0] * count)]
+            given = [
+                OPERANDS[kind]() for kind in (kinds if len(kinds) == count else kinds[0] * count)
+            ]
             try:
                 traced = jax.make_jaxpr(function)(*given)
             except (TypeError, ValueError):
@@ -74,7 +79,10 @@ def call_of(name):
                 program = program_of(found[0], found[0].invars)
                 kinds = [np.dtype(var.aval.dtype).kind for var in found[0].invars]
                 values = [OPERANDS[kind]() for kind in kinds]
-                fits = [x if var.aval.shape else x[0, 0] for x, var in zip(values, found[0].invars, strict=True)]
+                fits = [
+                    x if var.aval.shape else x[0, 0]
+                    for x, var in zip(values, found[0].invars, strict=True)
+                ]
                 shaped = [
                     np.resize(x, var.aval.shape).astype(var.aval.dtype)
                     for x, var in zip(fits, found[0].invars, strict=True)

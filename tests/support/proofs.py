@@ -7,7 +7,8 @@ from shardwright.program.step import NAMES, Step
 
 
 def found_soon(step: Step, is_shown: Callable[[str], bool]) -> str:
-    """What is found in one of the smaller programs alone, if that is what a test looks for; else in all of a step.
+    """What is found in one of the smaller programs alone, if that is what a test looks for; else in
+    all of a step.
 
     The training program takes most of the time of a proof, and has what the evaluation has.
     """

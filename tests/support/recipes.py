@@ -14,12 +14,16 @@ sys.path.append(str(ROOT / "docs" / "recipes"))  # patches import the programs b
 SOURCE = (ROOT / "train.py").read_text()
 
 
-RECIPES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "recipes").glob("*.patch"))}
+RECIPES = {
+    path.stem: path.read_text() for path in sorted((ROOT / "docs" / "recipes").glob("*.patch"))
+}
 
 
 def line_of(text: str, source: str = SOURCE) -> int:
     """Number of the line that begins so."""
-    (number,) = [i for i, line in enumerate(source.splitlines(), 1) if line.strip().startswith(text)]
+    (number,) = [
+        i for i, line in enumerate(source.splitlines(), 1) if line.strip().startswith(text)
+    ]
     return number
 
 
@@ -40,7 +44,9 @@ def changed(recipe: str) -> str:
     """The source of train.py after a recipe."""
     source = SOURCE
     for before, after in hunks(recipe):
-        assert source.count(before) == 1, f"{recipe}: train.py has this {source.count(before)} times:\n{before}"
+        assert source.count(before) == 1, (
+            f"{recipe}: train.py has this {source.count(before)} times:\n{before}"
+        )
         source = source.replace(before, after)
     return source
 
@@ -50,7 +56,12 @@ def module_of(source: str, name: str = "changed_train"):
     """The module of a changed train.py, or of another file."""
     module = types.ModuleType(name)
     module.__file__ = f"<{name} {hash(source)}>"
-    linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
+    linecache.cache[module.__file__] = (
+        len(source),
+        None,
+        source.splitlines(keepends=True),
+        module.__file__,
+    )
     sys.modules[name] = module
     try:
         exec(compile(source, module.__file__, "exec"), vars(module))
@@ -61,15 +72,28 @@ def module_of(source: str, name: str = "changed_train"):
 
 @contextlib.contextmanager
 def edited_module(file: str, source: str):
-    """The module of a file of the library with another text, also for what the other modules imported from it."""
+    """The module of a file of the library with another text, also for what the other modules
+    imported from it.
+    """
     module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
     before, name = dict(vars(module)), f"<changed_{Path(file).stem} {hash(source)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     exec(compile(source, name, "exec"), vars(module))
     after = dict(vars(module))
-    new = {id(old): after[key] for key, old in before.items() if callable(old) and after[key] is not old}
-    others = [other for key, other in sys.modules.items() if key.startswith(("shardwright.", "train"))]
-    imported = [(vars(other), key, old) for other in others for key, old in vars(other).items() if id(old) in new]
+    new = {
+        id(old): after[key]
+        for key, old in before.items()
+        if callable(old) and after[key] is not old
+    }
+    others = [
+        other for key, other in sys.modules.items() if key.startswith(("shardwright.", "train"))
+    ]
+    imported = [
+        (vars(other), key, old)
+        for other in others
+        for key, old in vars(other).items()
+        if id(old) in new
+    ]
     for names, key, old in imported:
         names[key] = new[id(old)]
     try:
@@ -83,7 +107,9 @@ def edited_module(file: str, source: str):
 
 @contextlib.contextmanager
 def train_with(files: dict[str, str], name: str = "changed_train"):
-    """The module of train.py with other texts of itself and of modules that it imports, by their paths."""
+    """The module of train.py with other texts of itself and of modules that it imports, by their
+    paths.
+    """
     source = files.get("train.py", SOURCE)
     with contextlib.ExitStack() as stack:
         for file in files.keys() - {"train.py"}:

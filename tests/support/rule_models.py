@@ -1,4 +1,6 @@
-"""Small models whose layers attend by other rules than causal, and how tests/support/dense.py computes the same."""
+"""Small models whose layers attend by other rules than causal, and how tests/support/dense.py
+computes the same.
+"""
 
 import dataclasses
 import functools
@@ -103,7 +105,9 @@ KINDS = {
     "alibi": of("OfAlibi", mask=AttentionMask(score_mod=alibi)),
     "soft-cap": of("OfSoftCap", mask=AttentionMask(score_mod=capped)),
     "alternating": of(
-        "Alternating", period=2, rules=(AttentionMask((*MASKS, Window(WINDOW))), AttentionMask(scale=0.3))
+        "Alternating",
+        period=2,
+        rules=(AttentionMask((*MASKS, Window(WINDOW))), AttentionMask(scale=0.3)),
     ),
     "sinks": Sinks,
     "prefix": of("OfPrefix", mask=AttentionMask((prefix, same_document), causal=False)),
@@ -113,7 +117,9 @@ KINDS = {
 
 @functools.cache
 def host_weights(name: str):
-    """Weights that are far enough from the first ones for texts that are not uniform and heads that differ."""
+    """Weights that are far enough from the first ones for texts that are not uniform and heads that
+    differ.
+    """
     rng, table = np.random.default_rng(3), KINDS[name](SIZES).table
 
     # Norms too differ from 1. The gain of 2 on matrices makes some scores large.

@@ -69,10 +69,16 @@ class _Handler(SilentHandler):
             found = objects[path]
             if asked := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "")):
                 start, end = int(asked[1] or 0), min(int(asked[2] or len(found)) + 1, len(found))
-                start, end = (start, end) if asked[1] else (max(0, len(found) - int(asked[2])), len(found))
+                start, end = (
+                    (start, end) if asked[1] else (max(0, len(found) - int(asked[2])), len(found))
+                )
                 if start >= len(found):
                     return self.answer(416, b"<Error><Code>InvalidRange</Code></Error>")
-                return self.answer(206, found[start:end], **{"Content-Range": f"bytes {start}-{end - 1}/{len(found)}"})
+                return self.answer(
+                    206,
+                    found[start:end],
+                    **{"Content-Range": f"bytes {start}-{end - 1}/{len(found)}"},
+                )
             return self.answer(200, found[:])
 
     def list(self, path: str, query: dict[str, str]) -> None:
@@ -83,7 +89,11 @@ class _Handler(SilentHandler):
         def key(name):
             return f"<Contents><Key>{escape(name[len(path) :])}</Key><Size>1</Size></Contents>"
 
-        token = f"<NextContinuationToken>{escape(page[-1][len(path) :])}</NextContinuationToken>" if more else ""
+        token = (
+            f"<NextContinuationToken>{escape(page[-1][len(path) :])}</NextContinuationToken>"
+            if more
+            else ""
+        )
         body = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}" + "".join(map(key, page))
         text = f'<?xml version="1.0"?><ListBucketResult>{body}<KeyCount>{len(page)}</KeyCount></ListBucketResult>'
         self.answer(200, text.encode(), **{"Content-Type": "application/xml"})

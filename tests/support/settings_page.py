@@ -36,7 +36,11 @@ def sections() -> Iterator[tuple[str, str, list[Setting]]]:
     shown = {setting.name for setting in settings_of(ModelConfig, "model.")}
     for name in MODELS:
         schema = importlib.import_module(f"shardwright.models.{name}").ModelConfig
-        new = [s for s in settings_of(schema, "model.") if s.name not in shown and not is_section(s.kind)]
+        new = [
+            s
+            for s in settings_of(schema, "model.")
+            if s.name not in shown and not is_section(s.kind)
+        ]
         shown |= {s.name for s in new}
         yield f"model.module={name}", "Beside the settings of the models above:", new
 

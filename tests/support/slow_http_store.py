@@ -1,6 +1,8 @@
-"""An HTTP server of a directory that answers each request after a delay: `slow_http_store.py <directory> <seconds>`.
+"""An HTTP server of a directory that answers each request after a delay: `slow_http_store.py
+<directory> <seconds>`.
 
-It prints its port. It supports GET and HEAD with ranges, as far as stores use them. A delay does not block others.
+It prints its port. It supports GET and HEAD with ranges, as far as stores use them. A delay does
+not block others.
 """
 
 import os
@@ -21,7 +23,9 @@ class Handler(SilentHandler):
             self.send_header("Content-Length", "0")
             return self.end_headers()
         size = os.path.getsize(path)
-        first, last = re.fullmatch(r"(?:bytes=(\d*)-(\d*))?", self.headers.get("Range", "")).groups()
+        first, last = re.fullmatch(
+            r"(?:bytes=(\d*)-(\d*))?", self.headers.get("Range", "")
+        ).groups()
         start = int(first) if first else size - int(last) if last else 0
         stop = min(int(last) + 1, size) if first and last else size
         if start >= size:
@@ -43,7 +47,8 @@ class Handler(SilentHandler):
 
 
 if __name__ == "__main__":
-    # If the queue is full, a connection is tried again after a second, which is not the delay to be measured.
+    # If the queue is full, a connection is tried again after a second, which is not the delay to be
+    # measured.
     LocalServer.request_queue_size = 4096
     server = LocalServer(Handler)
     print(server.server_port, flush=True)

@@ -10,10 +10,18 @@ from shardwright.modeling.state import KeyValues
 from shardwright.modeling.weights import act
 
 DECAY, BACK = 0.9, 3
-SIZES = {"vocab": 32, "d_model": 16, "layers": 2, "n_kv": 4, "n_q_per_kv": 2, "d_head": 4, "d_ff": 16}
+SIZES = {
+    "vocab": 32,
+    "d_model": 16,
+    "layers": 2,
+    "n_kv": 4,
+    "n_q_per_kv": 2,
+    "d_head": 4,
+    "d_ff": 16,
+}
 
 
-# ---- a delta rule, whose state is a matrix ------------------------------------------------------------------------
+# ---- a delta rule, whose state is a matrix -------------------------------------------------------
 
 
 @pytree_dataclass
@@ -27,14 +35,21 @@ def unit(x):
 
 
 def delta(q, k, v, document):
-    """The gated delta rule of all positions: a triangular solve (arXiv 2412.06464). document[B, L] or None."""
+    """The gated delta rule of all positions: a triangular solve (arXiv 2412.06464). document[B, L]
+    or None.
+    """
     place = jnp.arange(k.shape[1])
     gap = jnp.log(DECAY) * (place[:, None] - place)
     seen = (place[:, None] >= place) & (document[:, :, None] == document[:, None])
-    decay = jnp.exp(jnp.where(seen, gap, -jnp.inf))[:, None]  # of what position s wrote, at l: [B, 1, L, S]
+    # of what position s wrote, at l: [B, 1, L, S]
+    decay = jnp.exp(jnp.where(seen, gap, -jnp.inf))[:, None]
     rows = jnp.tril(jnp.einsum("blkd,bskd->bkls", k, k) * decay, -1) + jnp.eye(len(place))
-    written = jax.scipy.linalg.solve_triangular(rows, jnp.moveaxis(v, 1, 2), lower=True, unit_diagonal=True)
-    return jnp.einsum("blkqd,bskd,bkls,bksn->blkqn", q, k, jnp.broadcast_to(decay, rows.shape), written)
+    written = jax.scipy.linalg.solve_triangular(
+        rows, jnp.moveaxis(v, 1, 2), lower=True, unit_diagonal=True
+    )
+    return jnp.einsum(
+        "blkqd,bskd,bkls,bksn->blkqn", q, k, jnp.broadcast_to(decay, rows.shape), written
+    )
 
 
 def delta_step(state, q, k, v):
@@ -66,7 +81,7 @@ class Delta(train.Llama):
         return super().layer(x, w, tokens, rule)
 
 
-# ---- a short convolution, whose state is its last inputs ----------------------------------------------------------
+# ---- a short convolution, whose state is its last inputs -----------------------------------------
 
 
 @pytree_dataclass
@@ -75,7 +90,9 @@ class LastInputs:
 
 
 def convolved(x, tokens):
-    """The sum of each position and of those up to BACK before it in its document, with falling weights."""
+    """The sum of each position and of those up to BACK before it in its document, with falling
+    weights.
+    """
 
     def before(n):
         moved = jnp.pad(x[:, : x.shape[1] - n], ((0, 0), (n, 0), (0, 0), (0, 0)))
@@ -103,7 +120,7 @@ class Convolution(train.Llama):
         return super().layer(x, w, tokens, rule)
 
 
-# ---- several states in a layer, or in a period of layers ----------------------------------------------------------
+# ---- several states in a layer, or in a period of layers -----------------------------------------
 
 
 @pytree_dataclass
@@ -172,7 +189,7 @@ class Alternating(Delta):
 KINDS = {kind.__name__: kind for kind in (Delta, Convolution, Both, Twice, Alternating)}
 
 
-# ---- the mean of the values of an earlier block, which nothing before its end shows --------------------------------
+# ---- the mean of the values of an earlier block, which nothing before its end shows --------------
 
 BLOCK = 64
 
@@ -194,7 +211,9 @@ def means_of_block(tokens):
     def means(v):
         at = tokens.mask_positions.index
         block = tokens.positions // BLOCK
-        sees = (at[:, :, None] >= at[:, None]) & (tokens.document[:, :, None] == tokens.document[:, None])
+        sees = (at[:, :, None] >= at[:, None]) & (
+            tokens.document[:, :, None] == tokens.document[:, None]
+        )
         sees &= block[:, :, None] == block[:, None] + 1
         return jnp.einsum("bls,bskd->blkd", jnp.float32(sees), v) / BLOCK
 

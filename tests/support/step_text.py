@@ -31,7 +31,9 @@ def table_of(text: str, mesh=None) -> CompiledStep:
 
 
 def files_of_collectives(c, mesh) -> dict[str, set[str]]:
-    """The files that have the lines of the collectives of a step, each with the axes along which they communicate."""
+    """The files that have the lines of the collectives of a step, each with the axes along which
+    they communicate.
+    """
     found = collections.defaultdict(set)
     for row in table_of(compile_config(c, mesh).as_text(), mesh.shape).of("collective"):
         found[row.line.rpartition(":")[0]] |= set(row.axes)
@@ -52,14 +54,17 @@ def computations(hlo: str) -> dict[str, list[str]]:
 
 
 def operands(instruction: str, opcode: str) -> int:
-    """Arrays that a collective communicates: XLA joins several collectives into one of many operands."""
+    """Arrays that a collective communicates: XLA joins several collectives into one of many
+    operands.
+    """
     arguments = instruction.split(f" {opcode}(", 1)[1].split(")", 1)[0]
     return arguments.count("%")
 
 
 def collectives(hlo: str) -> dict[str, collections.Counter]:
-    """How many arrays each kind of collective communicates: in the forward loop over layers, in the backward loop, in
-    the loop over microbatches around them (if there is more than one), and outside of all loops."""
+    """How many arrays each kind of collective communicates: in the forward loop over layers, in the
+    backward loop, in the loop over microbatches around them (if there is more than one), and
+    outside of all loops."""
     bodies = re.findall(r" while\(.*body=%?([\w.\-]+)", hlo)
     layers, found = [], {"microbatches": collections.Counter(), "outside": collections.Counter()}
     for name, instructions in computations(hlo).items():

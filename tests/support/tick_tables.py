@@ -1,4 +1,6 @@
-"""Runs a tick table on names: every slot holds the name of what an array would hold, and every read is compared."""
+"""Runs a tick table on names: every slot holds the name of what an array would hold, and every read
+is compared.
+"""
 
 from collections.abc import Mapping
 
@@ -7,7 +9,8 @@ from shardlib.tick_tables import TickTable
 
 
 def check_tick_table(table: TickTable, m: int, training: bool = True) -> None:
-    """Finds what is overwritten before its last read, read before it arrived, done twice or not at all.
+    """Finds what is overwritten before its last read, read before it arrived, done twice or not at
+    all.
 
     Args:
         table: the table. Its `stages` and `halves` are trusted.
@@ -25,16 +28,23 @@ def check_tick_table(table: TickTable, m: int, training: bool = True) -> None:
         for device in devices:
             device.begin(tick)
             # A device that has only one result sends it everywhere.
-            (left, left_back), (right_forward, right) = sent[device.number - 1], sent[(device.number + 1) % p]
+            (left, left_back), (right_forward, right) = (
+                sent[device.number - 1],
+                sent[(device.number + 1) % p],
+            )
             own, own_back = sent[device.number]
             device.arrivals[device.row["from_left"]] = left or (left_back if one_message else None)
-            device.arrivals[device.row["from_right"]] = right or (right_forward if one_message else None)
+            device.arrivals[device.row["from_right"]] = right or (
+                right_forward if one_message else None
+            )
             device.arrivals[device.row["from_self"]] = own or own_back
         for device in devices:
             device.run(one_message)
     kinds = ("forward", *(("backward",) * training), *(("weights",) * table.halves))
     done = set().union(*(device.done for device in devices))
-    for task in (Task(kind, stage, k) for kind in kinds for stage in range(stages) for k in range(m)):
+    for task in (
+        Task(kind, stage, k) for kind in kinds for stage in range(stages) for k in range(m)
+    ):
         if task not in done:
             raise ValueError(f"the table lacks {task}.")
 
@@ -53,17 +63,24 @@ class _Device:
         self.done: set[Task] = set()
 
     def begin(self, tick: int) -> None:
-        self.row: Mapping[str, int] = {name: int(c[tick, self.number]) for name, c in self.table.columns.items()}
+        self.row: Mapping[str, int] = {
+            name: int(c[tick, self.number]) for name, c in self.table.columns.items()
+        }
         self.where = f"tick {tick}, device {self.number}"
 
     def run(self, one_message: bool) -> None:
-        row, forward, backward, weights = self.row, *map(self.task, ("forward", "backward", "weights"))
+        row, forward, backward, weights = (
+            self.row,
+            *map(self.task, ("forward", "backward", "weights")),
+        )
         if row["forward_first"]:
             self.arrivals[row["forward_input"]] = Task("forward", -1, row["forward_microbatch"])
         if one_message:
             self.head()
         if forward:
-            self.compare(forward, "arrivals", "forward_input", forward._replace(stage=forward.stage - 1))
+            self.compare(
+                forward, "arrivals", "forward_input", forward._replace(stage=forward.stage - 1)
+            )
             if self.saves:
                 self.residuals[row["forward_residuals"]] = forward
         self.forward = forward
@@ -79,13 +96,17 @@ class _Device:
         self.backward = backward
         if weights:
             self.compare(weights, "kept", "weights_kept", weights._replace(kind="backward"))
-            self.compare(weights, "residuals", "weights_residuals", weights._replace(kind="forward"))
+            self.compare(
+                weights, "residuals", "weights_residuals", weights._replace(kind="forward")
+            )
 
     def head(self) -> None:
         """The loss: its gradient replaces the output of the last stage."""
         if self.row["backward_last"]:
             task = Task("backward", self.last + 1, self.row["backward_microbatch"])
-            self.compare(task, "arrivals", "backward_cotangent", Task("forward", self.last, task.microbatch))
+            self.compare(
+                task, "arrivals", "backward_cotangent", Task("forward", self.last, task.microbatch)
+            )
             self.arrivals[self.row["backward_cotangent"]] = task
 
     def task(self, slot: str) -> Task | None:
@@ -105,4 +126,7 @@ class _Device:
         slots, slot = getattr(self, buffer), self.row[column]
         held = slots[slot] if slot < len(slots) else "nothing: there is no such slot"
         if held != needed:
-            raise ValueError(f"{self.where}: {task} reads slot {slot} of {buffer}, which holds {held}, not {needed}.")
+            raise ValueError(
+                f"{self.where}: {task} reads slot {slot} of {buffer}, which holds {held}, not "
+                f"{needed}."
+            )

@@ -29,12 +29,22 @@ BATCH, LENGTH = 8, 16
 
 
 def model(**changes) -> ModelConfig:
-    sizes = {"vocab": 64, "d_model": 32, "layers": 3, "n_kv": 8, "n_q_per_kv": 2, "d_head": 4, "d_ff": 48}
+    sizes = {
+        "vocab": 64,
+        "d_model": 32,
+        "layers": 3,
+        "n_kv": 8,
+        "n_q_per_kv": 2,
+        "d_head": 4,
+        "d_ff": 48,
+    }
     return ModelConfig(**{**sizes, **changes})
 
 
 def optimizer(**changes) -> OptimizerConfig:
-    return OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": 3, "schedule_steps": 12, **changes})
+    return OptimizerConfig(
+        **{"learning_rate": 1e-2, "warmup_steps": 3, "schedule_steps": 12, **changes}
+    )
 
 
 def config(c: ModelConfig | None = None, **training_changes) -> Config:
@@ -44,7 +54,13 @@ def config(c: ModelConfig | None = None, **training_changes) -> Config:
         mesh=MeshConfig(),
         data=DataConfig(filespec="unused"),
         training=TrainingConfig(
-            **{"seq_len": LENGTH, "steps": 20, "batch_size": BATCH, "compute_dtype": "f32", "report": False}
+            **{
+                "seq_len": LENGTH,
+                "steps": 20,
+                "batch_size": BATCH,
+                "compute_dtype": "f32",
+                "report": False,
+            }
             | training_changes,
         ),
         hardware=HardwareConfig(),
@@ -75,10 +91,16 @@ def step(c: Config) -> Step:
 
 
 def step_of(of: train.Forward, length: int = LENGTH, rows: int = BATCH) -> Step:
-    """The training step of a forward pass, on the mesh in force, for so many sequences of a microbatch."""
-    training = dataclasses.replace(of.training, seq_len=length, batch_size=rows * of.training.microbatches)
+    """The training step of a forward pass, on the mesh in force, for so many sequences of a
+    microbatch.
+    """
+    training = dataclasses.replace(
+        of.training, seq_len=length, batch_size=rows * of.training.microbatches
+    )
     spec = dataclasses.replace(train.SPEC, attention=of.einsum)
-    return trace_step(dataclasses.replace(config(of.model.config), training=training), of.model, spec=spec)
+    return trace_step(
+        dataclasses.replace(config(of.model.config), training=training), of.model, spec=spec
+    )
 
 
 def at_rest(w):
@@ -93,13 +115,18 @@ def logits(w, batch: TokenBatch, c: Config):
 
 
 def loss_and_gradients(w, batch: train.Batch, c: Config, seeds=None):
-    """Mean loss and gradients of the batch of a step, as a run of `c` computes them. Per-device code."""
+    """Mean loss and gradients of the batch of a step, as a run of `c` computes them.
+
+    Per-device code.
+    """
     return train.loss_and_gradients(w, batch, seeds, c, forward(c))[:2]
 
 
 def state(c: Config, seed: int = 0) -> train.State:
     """A fresh state on the mesh in force."""
-    return jax.jit(functools.partial(train.init_state, config=c, model=load_model(c.model)))(jax.random.key(seed))
+    return jax.jit(functools.partial(train.init_state, config=c, model=load_model(c.model)))(
+        jax.random.key(seed)
+    )
 
 
 def training_step(c: Config):
@@ -139,7 +166,9 @@ def place(tree, kind):
 
 
 def place_batch(c: Config, batch: TokenBatch | None = None) -> TokenBatch:
-    """The sequences of a host batch, by default host_batch(), as the batch of a step of `c` on the mesh in force."""
+    """The sequences of a host batch, by default host_batch(), as the batch of a step of `c` on the
+    mesh in force.
+    """
     return place(in_microbatches(batch or host_batch(), c.training.microbatches), train.Batch)
 
 

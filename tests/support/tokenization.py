@@ -40,7 +40,9 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def small(monkeypatch):
-    """Files of few tokens, blocks of few documents, a state after each block; both splits may read the same."""
+    """Files of few tokens, blocks of few documents, a state after each block; both splits may read
+    the same.
+    """
     monkeypatch.setattr(tool, "check_overlap", lambda *_: None)
     for module, name, value in SIZES:
         monkeypatch.setattr(module, name, value)
@@ -59,14 +61,22 @@ def write_jsonl(path, texts):
 
 def tree(directory):
     """All files below a directory, with their content."""
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def config(out, files, **settings):
     """Bytes of local files, with as much set in each split as is given as `<split>_<name>`."""
     splits = {}
     for split in ("train", "validation"):
-        given = {k.removeprefix(f"{split}_"): settings.pop(k) for k in list(settings) if k.startswith(f"{split}_")}
+        given = {
+            k.removeprefix(f"{split}_"): settings.pop(k)
+            for k in list(settings)
+            if k.startswith(f"{split}_")
+        }
         splits[split] = SplitConfig(files=list(files), **given)
     defaults = {"tokenizer": TokenizerConfig(end_token="</s>"), "num_workers": 1}
     return Settings(**{"out": str(out)} | splits | defaults | settings)
@@ -75,7 +85,10 @@ def config(out, files, **settings):
 def driver(directory, seconds):
     """A command line that runs the tool with small sizes, `seconds` of sleep for each block."""
     path = directory / "driver.py"
-    sizes = "\n".join(f"import {module.__name__}\n{module.__name__}.{name} = {value}" for module, name, value in SIZES)
+    sizes = "\n".join(
+        f"import {module.__name__}\n{module.__name__}.{name} = {value}"
+        for module, name, value in SIZES
+    )
     path.write_text(DRIVER.format(sizes=sizes, seconds=seconds))
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return [sys.executable, str(path), f"--config-path={ROOT}/tools/configs"], env

@@ -22,9 +22,19 @@ MESHES = [
     AbstractMesh((2,) * len(axes), axes, axis_types=(AxisType.Explicit,) * len(axes))
     for axes in (("r", "d", "t"), ("p", "r", "d", "t"))
 ]
-SIZES = {"vocab": 20, "d_model": 8, "layers": 2, "n_kv": 2, "n_q_per_kv": 3, "d_head": 4, "d_ff": 12, "qk_norm": True}
+SIZES = {
+    "vocab": 20,
+    "d_model": 8,
+    "layers": 2,
+    "n_kv": 2,
+    "n_q_per_kv": 3,
+    "d_head": 4,
+    "d_ff": 12,
+    "qk_norm": True,
+}
 GPT2 = gpt2.ModelConfig(vocab=20, positions=8, d_model=8, layers=2, heads=2, dropout=0.1, bos_id=0)
-CONFIGS = {  # name: whether the mesh has p, settings of training and pipeline, the model if it is not train.py's
+# name: whether the mesh has p, settings of training and pipeline, the model if it is not train.py's
+CONFIGS = {
     "gathered in each layer": (False, {"gather_weights": "layer", "microbatches": 1}, {}, None),
     "gathered once a step": (False, {"gather_weights": "step", "microbatches": 2}, {}, None),
     "another model, with dropout": (False, {"microbatches": 2}, {}, GPT2),
@@ -51,7 +61,10 @@ class Program:
 
 
 def program(source: str, config: tuple, file: str = "train.py") -> Program:
-    """The program with the text `source` of a file under one such as of CONFIGS. Raises what tracing raises."""
+    """The program with the text `source` of a file under one such as of CONFIGS.
+
+    Raises what tracing raises.
+    """
     stages, training, pipeline, model = config
     with train_with({file: source}, NAME) as module:
         c = Config(
@@ -70,5 +83,9 @@ def program(source: str, config: tuple, file: str = "train.py") -> Program:
             batch = batch_shapes(16, 4, c.training.microbatches)
             # First what is traced sooner, and refuses most mutants.
             evaluation = module.make_evaluation_step(c, model).trace(state.weights, batch)
-            step = module.make_training_step(c, model).trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
-    return Program(re.sub(r"0x[0-9a-f]+", "", f"{step.jaxpr}\n{evaluation.jaxpr}"), (step, evaluation))
+            step = module.make_training_step(c, model).trace(
+                state, batch, jax.ShapeDtypeStruct((), jnp.int32)
+            )
+    return Program(
+        re.sub(r"0x[0-9a-f]+", "", f"{step.jaxpr}\n{evaluation.jaxpr}"), (step, evaluation)
+    )

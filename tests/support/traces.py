@@ -24,11 +24,17 @@ def written(planes):
         for line, events in lines.items():
             body += f'lines {{ name: "{line}"\n'
             for start, end, name, stats in events:
-                body += f"events {{ metadata_id: {names.index(name) + 1} offset_ps: {round(start * 1e6)} "
+                body += (
+                    f"events {{ metadata_id: {names.index(name) + 1} offset_ps: "
+                    f"{round(start * 1e6)} "
+                )
                 body += f"duration_ps: {round((end - start) * 1e6)} "
                 for key, value in stats.items():
                     kind = "str_value" if isinstance(value, str) else "int64_value"
-                    body += f"stats {{ metadata_id: {keys.index(key) + 1} {kind}: {json.dumps(value)} }} "
+                    body += (
+                        f"stats {{ metadata_id: {keys.index(key) + 1} {kind}: "
+                        f"{json.dumps(value)} }} "
+                    )
                 body += "}\n"
             body += "}\n"
         text += f'planes {{ name: "{plane}"\n{body}}}\n'

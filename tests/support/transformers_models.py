@@ -1,4 +1,6 @@
-"""Small models of transformers' own classes, what they compute of a batch, and the same as weights of ours."""
+"""Small models of transformers' own classes, what they compute of a batch, and the same as weights
+of ours.
+"""
 
 import copy
 import dataclasses
@@ -100,7 +102,10 @@ KINDS = {
 
 
 def config_of(name: str, **changes):
-    """The configuration of a small model of transformers. It completes the dicts that it is given."""
+    """The configuration of a small model of transformers.
+
+    It completes the dicts that it is given.
+    """
     kind = name.split()[0].replace("Gemma3", "Gemma3Text")
     sizes = SIZES_OF_GPT2 if kind == "GPT2" else SIZES
     given = copy.deepcopy(sizes | KINDS[name] | changes)
@@ -129,7 +134,10 @@ def theirs(name: str, **changes):
 
 
 def imported(model, **saving) -> tuple[Any, Any]:
-    """Its ModelConfig and weights, as the import makes them of its files. `saving` are options of save_pretrained."""
+    """Its ModelConfig and weights, as the import makes them of its files.
+
+    `saving` are options of save_pretrained.
+    """
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory, **saving)
         config = as_transformers_reads(json.loads((Path(directory) / "config.json").read_text()))
@@ -143,8 +151,12 @@ def exported(c, weights):
     """The model of transformers that the export makes of weights of ours."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     content, tensors = mapping_of(c.module).to_huggingface(jax.tree.map(np.asarray, weights), c)
-    config = transformers.AutoConfig.for_model(**{key: x for key, x in content.items() if x is not None})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    config = transformers.AutoConfig.for_model(
+        **{key: x for key, x in content.items() if x is not None}
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     state = {name: torch.tensor(x) for name, x in tensors.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert set(missing) <= {"lm_head.weight"}  # of a tied model
@@ -154,15 +166,20 @@ def exported(c, weights):
 
 
 def logits_of_documents(model, batch: TokenBatch, bos_id: int):
-    """Logits of the rows of a batch: each document is a sequence of its own, by masks and positions of the model."""
+    """Logits of the rows of a batch: each document is a sequence of its own, by masks and positions
+    of the model.
+    """
     import torch
 
     starts = batch.is_seq_start | (np.arange(batch.targets.shape[1]) == 0)
     before = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
     ids = np.where(starts, bos_id, before).astype(np.int64)
     document = np.cumsum(starts.flatten()).reshape(starts.shape) - 1
-    position = np.arange(starts.shape[1]) - np.maximum.accumulate(np.where(starts, np.arange(starts.shape[1]), 0), 1)
-    padded = np.zeros((document.max() + 1, position.max() + 1), np.int64)  # no token sees what is behind it
+    position = np.arange(starts.shape[1]) - np.maximum.accumulate(
+        np.where(starts, np.arange(starts.shape[1]), 0), 1
+    )
+    # no token sees what is behind it
+    padded = np.zeros((document.max() + 1, position.max() + 1), np.int64)
     padded[document, position] = ids
     return model(input_ids=torch.tensor(padded), use_cache=False).logits[document, position]
 

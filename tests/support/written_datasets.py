@@ -11,5 +11,7 @@ def write(path, tokenizer=None, attributes=None):
     encoded = tokenizer.encode(TEXTS)
     with Writer(str(path), "train") as writer:
         writer.append(encoded.ids, encoded.lengths)
-        writer.attributes.update({"tokenizer": {"kind": "bytes"}} if attributes is None else attributes)
+        writer.attributes.update(
+            {"tokenizer": {"kind": "bytes"}} if attributes is None else attributes
+        )
     return str(path)

@@ -14,16 +14,48 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def look(step: int) -> dict[str, Any]:
-    """The event of the microscope: activations with four layers, and a weight outside of the layers."""
-    of_layers = {"rms": [1.5, 2.5, 3.5, 4.5], "max": [8.0] * 4, "zeros": [0.0] * 4, "bf16": [0.0] * 4}
-    gate = {"name": "Llama.layer gate", "place": "train.py:159"} | of_layers | {"fp8": [0.0, 0.0, 0.0, 0.5]}
-    gradient = {"rms": 0.25 / (step + 1), "max": "Infinity", "zeros": 0.0, "bf16": 0.0, "fp8": 0.003}
-    embed = {"name": "embed", "rms": 0.125, "max": 2.0, "zeros": 0.0, "bf16": 0.0, "fp8": 0.0, "update": 0.0625}
-    return {"step": step + 1, "event": "microscope", "points": [gate], "weights": [embed | {"gradient": gradient}]}
+    """The event of the microscope: activations with four layers, and a weight outside of the
+    layers.
+    """
+    of_layers = {
+        "rms": [1.5, 2.5, 3.5, 4.5],
+        "max": [8.0] * 4,
+        "zeros": [0.0] * 4,
+        "bf16": [0.0] * 4,
+    }
+    gate = (
+        {"name": "Llama.layer gate", "place": "train.py:159"}
+        | of_layers
+        | {"fp8": [0.0, 0.0, 0.0, 0.5]}
+    )
+    gradient = {
+        "rms": 0.25 / (step + 1),
+        "max": "Infinity",
+        "zeros": 0.0,
+        "bf16": 0.0,
+        "fp8": 0.003,
+    }
+    embed = {
+        "name": "embed",
+        "rms": 0.125,
+        "max": 2.0,
+        "zeros": 0.0,
+        "bf16": 0.0,
+        "fp8": 0.0,
+        "update": 0.0625,
+    }
+    return {
+        "step": step + 1,
+        "event": "microscope",
+        "points": [gate],
+        "weights": [embed | {"gradient": gradient}],
+    }
 
 
 def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") -> Path:
-    """A run that was stopped after 200 of 250 steps, with one skipped step, and resumed after 100."""
+    """A run that was stopped after 200 of 250 steps, with one skipped step, and resumed after
+    100.
+    """
     directory.mkdir(parents=True)
     lines: list[dict[str, Any]] = []
     for step in range(STEPS):
@@ -46,10 +78,27 @@ def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") 
             line |= {"seconds": 0.5, "tokens_per_second": 1280 + step, "mfu": 1.2}
         lines.append(line)
         if step % 50 == 49:
-            lines.append({"step": step + 1, "event": "validation", "loss": loss + 0.2, "bits_per_byte": loss / 2 + 0.1})
-    lines.append({"step": 1, "event": "memory", "peak_memory_bytes": 3 * 2**20, "source": "compiler"})
+            lines.append(
+                {
+                    "step": step + 1,
+                    "event": "validation",
+                    "loss": loss + 0.2,
+                    "bits_per_byte": loss / 2 + 0.1,
+                }
+            )
+    lines.append(
+        {"step": 1, "event": "memory", "peak_memory_bytes": 3 * 2**20, "source": "compiler"}
+    )
     lines.append({"step": 8, "event": "step_bubble", "step_bubble": 0.0123})
-    lines.append({"step": SKIPPED + 1, "event": "skipped", "why": "the loss is NaN", "batch": 90, "documents": []})
+    lines.append(
+        {
+            "step": SKIPPED + 1,
+            "event": "skipped",
+            "why": "the loss is NaN",
+            "batch": 90,
+            "documents": [],
+        }
+    )
     lines += [look(step) for step in (0, 100)]
     lines.append({"step": STEPS, "event": "end", "state": "stopped", "why": "SIGTERM"})
     write_lines(directory / "metrics.jsonl", lines)
@@ -69,7 +118,13 @@ def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") 
     for start in (0, RESUMED):
         about = {
             "commit": "0123456789abcdef",
-            "command": ["python", "-m", "train", "--config-name=tiny", f"optimizer.learning_rate={rate}"],
+            "command": [
+                "python",
+                "-m",
+                "train",
+                "--config-name=tiny",
+                f"optimizer.learning_rate={rate}",
+            ],
             "python": "3.13.0",
             "packages": {"jax": "0.12.0", "numpy": "2.4.6"},
             "environment": {"JAX_PLATFORMS": "cpu"},
@@ -78,7 +133,11 @@ def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") 
             "started": f"2026-01-01T0{start // 100}:00:00Z",
             "recipe": "tiny",
             "overrides": [f"optimizer.learning_rate={rate}"],
-            "defaults": {"training.seed": 0, "optimizer.warmup_steps": 100, "model.module": "train"},
+            "defaults": {
+                "training.seed": 0,
+                "optimizer.warmup_steps": 100,
+                "model.module": "train",
+            },
             "run": {
                 "total_steps": TOTAL,
                 "tokens_per_step": 640,
@@ -105,7 +164,9 @@ PROFILE = "plugins/profile/2026_01_01_00_00_09"
 
 
 def write_step(run: Path) -> Path:
-    """Files of the compiled step of a run on d=4 t=2, its plan, and its profile: 1.6 s of 8 devices in 2 steps."""
+    """Files of the compiled step of a run on d=4 t=2, its plan, and its profile: 1.6 s of 8 devices
+    in 2 steps.
+    """
     no = {"dtype": "", "axes": "", "overlapped": None, "count": 1, "turns": 1, "sometimes": False}
     forward = no | {"where": "layers, forward", "section": 1, "phase": "forward"}
     table = {
@@ -118,42 +179,111 @@ def write_step(run: Path) -> Path:
         ],
         "rows": [
             forward
-            | {"line": "train.py:10", "kind": "collective", "what": "all-gather", "axes": "t d", "dtype": "f32"}
+            | {
+                "line": "train.py:10",
+                "kind": "collective",
+                "what": "all-gather",
+                "axes": "t d",
+                "dtype": "f32",
+            }
             | {"overlapped": False, "size": 1024, "count": 3, "turns": 12},
             forward
-            | {"line": "~train.py:20", "kind": "matmul", "what": "100×100×100", "dtype": "bf16", "size": 2_000_000}
+            | {
+                "line": "~train.py:20",
+                "kind": "matmul",
+                "what": "100×100×100",
+                "dtype": "bf16",
+                "size": 2_000_000,
+            }
             | {"turns": 12},
             no
-            | {"line": "train.py:10", "where": "outside of loops", "section": 0, "phase": "backward", "axes": "t"}
-            | {"kind": "collective", "what": "reduce-scatter", "dtype": "f32", "overlapped": True, "size": 2048},
+            | {
+                "line": "train.py:10",
+                "where": "outside of loops",
+                "section": 0,
+                "phase": "backward",
+                "axes": "t",
+            }
+            | {
+                "kind": "collective",
+                "what": "reduce-scatter",
+                "dtype": "f32",
+                "overlapped": True,
+                "size": 2048,
+            },
         ],
         "source": {"train.py:10": 'w = gather("M/d -> M", w)', "train.py:20": "y = x @ w"},
     }
     times = [
-        {"line": "train.py:20", "text": "y = x @ w", "seconds": 1.2, "share": 0.75, "collective": 0.0, "exposed": 0.0},
-        {"line": "train.py:10", "text": "old", "seconds": 0.32, "share": 0.2, "collective": 0.2, "exposed": 0.05},
-        {"line": "~train.py:20", "text": "", "seconds": 0.08, "share": 0.05, "collective": 0.0, "exposed": 0.0},
+        {
+            "line": "train.py:20",
+            "text": "y = x @ w",
+            "seconds": 1.2,
+            "share": 0.75,
+            "collective": 0.0,
+            "exposed": 0.0,
+        },
+        {
+            "line": "train.py:10",
+            "text": "old",
+            "seconds": 0.32,
+            "share": 0.2,
+            "collective": 0.2,
+            "exposed": 0.05,
+        },
+        {
+            "line": "~train.py:20",
+            "text": "",
+            "seconds": 0.08,
+            "share": 0.05,
+            "collective": 0.0,
+            "exposed": 0.0,
+        },
     ]
     (run / PROFILE).mkdir(parents=True)
     (run / f"{HLO}.json").write_text(json.dumps(table))
     (run / f"{HLO}.svg").write_text("<svg/>")
     (run / f"{HLO}.txt").write_text("HloModule jit_training_step")
     (run / PROFILE / "perfetto_trace.json.gz").write_bytes(b"")
-    profile = {"steps": 2, "devices": 8, "seconds": 1.6, "collective": 0.2, "exposed": 0.05, "lines": times}
+    profile = {
+        "steps": 2,
+        "devices": 8,
+        "seconds": 1.6,
+        "collective": 0.2,
+        "exposed": 0.05,
+        "lines": times,
+    }
     (run / PROFILE / "profile_by_line.json").write_text(json.dumps(profile))
     return write_plan(run)
 
 
 def write_plan(run: Path) -> Path:
-    """The plan of steps of 0.4 s, with an operation of line 20, two of line 10, and one that no profile shows."""
+    """The plan of steps of 0.4 s, with an operation of line 20, two of line 10, and one that no
+    profile shows.
+    """
     gather = {"line": "train.py:10", "kind": "collective", "seconds": 0.008, "exposed": 0.002}
-    gather |= {"what": "all_gather", "axes": ["d", "t"], "bytes": 1024.0, "size": 896.0, "count": 16.0}
+    gather |= {
+        "what": "all_gather",
+        "axes": ["d", "t"],
+        "bytes": 1024.0,
+        "size": 896.0,
+        "count": 16.0,
+    }
     product = {"line": "~train.py:20", "kind": "matmul", "seconds": 0.1, "exposed": 0.1}
     product |= {"what": "100×100×100", "axes": [], "bytes": 0.0, "size": 2e6, "count": 12.0}
     work = [product, gather, gather]
     work.append({"line": "train.py:30", "kind": "memory", "seconds": 0.003, "exposed": 0.003})
-    plan = {"chip": "v5e", "seconds": 0.4, "seconds_low": 0.32, "seconds_high": 0.5, "tokens_per_second": 1600.0}
+    plan = {
+        "chip": "v5e",
+        "seconds": 0.4,
+        "seconds_low": 0.32,
+        "seconds_high": 0.5,
+        "tokens_per_second": 1600.0,
+    }
     plan |= {"mfu": 0.5, "peak_bytes": 2 * 2**20, "memory_bytes": 2**34, "work": work}
-    plan |= {"mesh": {"d": 4, "t": 2}, "memory": [{"line": "train.py:20", "kind": "saved", "bytes": 64.0}]}
+    plan |= {
+        "mesh": {"d": 4, "t": 2},
+        "memory": [{"line": "train.py:20", "kind": "saved", "bytes": 64.0}],
+    }
     (run / "plan.json").write_text(json.dumps(plan))
     return run

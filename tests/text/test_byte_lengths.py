@@ -1,4 +1,6 @@
-"""The bytes of tokens, against those of the text, and against the libraries that know the bytes of each token."""
+"""The bytes of tokens, against those of the text, and against the libraries that know the bytes of
+each token.
+"""
 
 import json
 import lzma
@@ -11,7 +13,12 @@ from shardwright.data.flat_tokens import Reader
 from shardwright.data.loader import DataConfig, FlatTokensLoader, SourceConfig
 from shardwright.data.text import definitions
 from shardwright.data.text import tokenizers as module
-from shardwright.data.text.tokenizers import Tokenizer, byte_lengths, byte_lengths_of_datasets, open_tokenizer
+from shardwright.data.text.tokenizers import (
+    Tokenizer,
+    byte_lengths,
+    byte_lengths_of_datasets,
+    open_tokenizer,
+)
 from shardwright.tools import huggingface_to_flat_tokens as tool
 from shardwright.tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 from tests.support.numpy_checks import check_modules
@@ -28,7 +35,10 @@ def texts():
     with lzma.open(ROOT / "shardwright/shipped/austen_validation.jsonl.xz") as lines:
         chapters = [json.loads(line)["text"] for line in lines]
     # A text that quotes the space of SentencePiece means a space by it, of fewer bytes.
-    return [*[text for text in PROBES if "\u2581" not in text], *(chapter[:3000] for chapter in chapters)]
+    return [
+        *[text for text in PROBES if "\u2581" not in text],
+        *(chapter[:3000] for chapter in chapters),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +53,9 @@ def changed(definition, **changes):
 def check_documents(tokenizer, texts):
     """Each document has its bytes."""
     encoded, lengths = tokenizer.encode(texts), byte_lengths(tokenizer)
-    for ids, text in zip(np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), texts, strict=True):
+    for ids, text in zip(
+        np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), texts, strict=True
+    ):
         assert lengths.count(ids, np.arange(ids.size) == 0) == len(text.encode())
 
 
@@ -70,10 +82,22 @@ def test_a_space_before_documents(texts, bpe):
     "changes",
     [
         {"normalizer": {"type": "Lowercase"}},
-        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "StripAccents"}]}},
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [{"type": "NFC"}, {"type": "StripAccents"}],
+            }
+        },
         {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "bb"}},
         {"pre_tokenizer": {"type": "Whitespace"}},
-        {"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}},
+        {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"String": " "},
+                "behavior": "Removed",
+                "invert": False,
+            }
+        },
         {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
     ],
 )
@@ -82,7 +106,9 @@ def test_tokens_that_do_not_spell_the_text(bpe, changes):
 
 
 def test_no_damage_ends_a_run(tmp_path):
-    assert byte_lengths_of_datasets(Reader(write(tmp_path / "none", attributes={}), "train")) is None
+    assert (
+        byte_lengths_of_datasets(Reader(write(tmp_path / "none", attributes={}), "train")) is None
+    )
     path = write(tmp_path / "d", attributes={"tokenizer": {"kind": "huggingface"}})
     assert byte_lengths_of_datasets(Reader(path, "train")) is None
     for content in ("", "{}", "[]", '{"model": 3}', '{"model": {"vocab": {}}, "normalizer": "x"}'):
@@ -97,7 +123,11 @@ def test_a_whole_split_has_the_bytes_of_the_text(tmp_path, texts, kind):
     end = {"bytes": "</s>", "train_bpe": "<|end|>"}[kind]
     tokenizer = TokenizerConfig(kind=kind, vocab_size=400, end_token=end)
     split = SplitConfig(files=[str(tmp_path / "a.jsonl")])
-    tool.run(Settings(str(tmp_path / "d"), train=split, validation=None, tokenizer=tokenizer, num_workers=1))
+    tool.run(
+        Settings(
+            str(tmp_path / "d"), train=split, validation=None, tokenizer=tokenizer, num_workers=1
+        )
+    )
     config = DataConfig(filespec=str(tmp_path / "d"), shuffle=False)
     loader = FlatTokensLoader(config, "train", 1, 1)
     lengths, size = loader.byte_lengths, sum(len(text.encode()) for text in texts)
@@ -108,5 +138,7 @@ def test_a_whole_split_has_the_bytes_of_the_text(tmp_path, texts, kind):
     rest = whole.sequences(0, np.arange(1)).targets[0, 2 * half :]
     assert sum(parts) + lengths.count(rest, np.zeros(rest.size, bool)) == size
     both = {name: SourceConfig(f"{tmp_path}/{name}") for name in ("d", "./d")}
-    mixture = FlatTokensLoader(DataConfig(mixture=both, shuffle=False), "train", 1, loader.num_tokens)
+    mixture = FlatTokensLoader(
+        DataConfig(mixture=both, shuffle=False), "train", 1, loader.num_tokens
+    )
     assert mixture.text(0).utf8_bytes == size

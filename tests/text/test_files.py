@@ -1,4 +1,6 @@
-"""Which files a pattern means: against a folder with links, caches, and files of other kinds and splits."""
+"""Which files a pattern means: against a folder with links, caches, and files of other kinds and
+splits.
+"""
 
 import os
 import re
@@ -54,7 +56,15 @@ def folder(tmp_path):
 
 
 READ = ["a.jsonl", "b.ndjson", "c/d.JSONL", "c/e.csv.GZ"]
-LEFT_OUT = [".hidden.txt", "AA/wiki_00", "c/dataset_info.json", "cache-1f.arrow", "d.jsonl.lz4", "f.tsv", "none.jsonl"]
+LEFT_OUT = [
+    ".hidden.txt",
+    "AA/wiki_00",
+    "c/dataset_info.json",
+    "cache-1f.arrow",
+    "d.jsonl.lz4",
+    "f.tsv",
+    "none.jsonl",
+]
 
 
 def names(found, folder):
@@ -66,7 +76,10 @@ def test_a_folder_is_its_text_files_each_once(folder, spelled):
     found = find_files([spelled.format(folder)], "train")
     assert names(found, folder) == READ
     assert found.left_out == LEFT_OUT
-    about = "4 files, 0.0 MB here; left out: .hidden.txt, AA/wiki_00, c/dataset_info.json, cache-1f.arrow, d.jsonl.lz4"
+    about = (
+        "4 files, 0.0 MB here; left out: .hidden.txt, AA/wiki_00, c/dataset_info.json, "
+        "cache-1f.arrow, d.jsonl.lz4"
+    )
     assert found.described("train") == [f"train: {about} and 2 more"]
 
 
@@ -96,7 +109,12 @@ def test_several_patterns_read_a_file_once(folder, monkeypatch):
     monkeypatch.chdir(folder)
     url = "https://host/a.jsonl"
     found = find_files(["c/d.JSONL", "*.ndjson", "./a.jsonl", ".", url, url], "train")
-    assert [os.path.normpath(path) for path in found.paths[:-1]] == ["c/d.JSONL", "b.ndjson", "a.jsonl", "c/e.csv.GZ"]
+    assert [os.path.normpath(path) for path in found.paths[:-1]] == [
+        "c/d.JSONL",
+        "b.ndjson",
+        "a.jsonl",
+        "c/e.csv.GZ",
+    ]
     assert found.paths[-1] == url
     assert len(find_files(["latest/a.jsonl"], "train").shared_with(found)) == 1
     assert not find_files(["f.tsv", "cache-1f.arrow"][1:], "train").shared_with(found)
@@ -109,17 +127,26 @@ def test_what_save_to_disk_wrote_is_its_data_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     saved = str(tmp_path / "saved")
-    datasets.Dataset.from_dict({"text": [f"document {i}" for i in range(20)]}).save_to_disk(saved, num_shards=2)
+    datasets.Dataset.from_dict({"text": [f"document {i}" for i in range(20)]}).save_to_disk(
+        saved, num_shards=2
+    )
     datasets.load_from_disk(saved).map(lambda row: {"text": row["text"].upper()})
     assert [path for path in os.listdir(saved) if path.startswith("cache-")]
     expected = datasets.load_from_disk(saved)["text"][:]
-    for dataset, files in ((None, [saved]), (None, [f"{saved}/*.arrow"]), (None, [f"{saved}/**"]), (saved, [])):
+    for dataset, files in (
+        (None, [saved]),
+        (None, [f"{saved}/*.arrow"]),
+        (None, [f"{saved}/**"]),
+        (saved, []),
+    ):
         _, data, found = open_text("train", dataset, None, "train", files)
         assert isinstance(data, Files)
         assert list(documents("saved", data, "text")) == expected
         assert any(name.startswith("cache-") for name in found.left_out)
     os.remove(f"{saved}/data-00001-of-00002.arrow")
-    with pytest.raises(ValueError, match=r"state\.json lists data-00001-of-00002\.arrow, which is missing"):
+    with pytest.raises(
+        ValueError, match=r"state\.json lists data-00001-of-00002\.arrow, which is missing"
+    ):
         find_files([saved], "train")
 
 
@@ -127,7 +154,11 @@ def test_what_save_to_disk_wrote_is_its_data_alone(tmp_path, monkeypatch):
     ("split", "patterns", "others"),
     [
         ("train", ["."], ["data/test-00000-of-00001.parquet", "data/val_0.jsonl"]),
-        ("validation", ["."], ["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"]),
+        (
+            "validation",
+            ["."],
+            ["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"],
+        ),
         ("train", ["data/*0.jsonl"], ["val_0.jsonl"]),
         ("train", ["data/train*", "data/val_0.jsonl", "data/test*"], []),
         ("data", ["."], []),
@@ -136,7 +167,12 @@ def test_what_save_to_disk_wrote_is_its_data_alone(tmp_path, monkeypatch):
 def test_names_of_other_splits_are_a_warning(tmp_path, monkeypatch, split, patterns, others):
     monkeypatch.chdir(tmp_path)
     os.mkdir("data")
-    for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet", "val_0.jsonl", "contest.jsonl"):
+    for name in (
+        "train-00000-of-00001.parquet",
+        "test-00000-of-00001.parquet",
+        "val_0.jsonl",
+        "contest.jsonl",
+    ):
         (tmp_path / "data" / name).write_bytes(b"x")
     found = find_files(patterns, split)
     assert found.of_other_splits == others
@@ -146,12 +182,18 @@ def test_names_of_other_splits_are_a_warning(tmp_path, monkeypatch, split, patte
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "a.doc").write_text("a")
     for pattern in (str(tmp_path / "a.doc"), "nowhere/*.jsonl", str(tmp_path)):
-        message = rf"No text file matches '{re.escape(pattern)}.* Correct the path .* these kinds: .jsonl, .ndjson, "
+        message = (
+            rf"No text file matches '{re.escape(pattern)}.* Correct the path .* these kinds: "
+            ".jsonl, .ndjson, "
+        )
         with pytest.raises(ValueError, match=message):
             find_files([pattern], "train")
     (tmp_path / "b.jsonl").symlink_to("nowhere")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    for name, why in {"b.jsonl": "a link to a file that is missing", "pipe.jsonl": "a directory, a pipe"}.items():
+    for name, why in {
+        "b.jsonl": "a link to a file that is missing",
+        "pipe.jsonl": "a directory, a pipe",
+    }.items():
         with pytest.raises(ValueError, match=f"{name} cannot be read: it is {why}"):
             find_files([str(tmp_path / name)], "train")
 
@@ -167,7 +209,11 @@ def test_pointers_are_named(tmp_path, command):
         (tmp_path / name).unlink()
         fsspec.filesystem("memory").pipe(f"/{name}", POINTERS[command])
         with pytest.raises(ValueError, match=f"{name} is a pointer .*Run `{command}`"):
-            list(documents("text", open_text("train", None, None, None, [f"memory://{name}"])[1], "text"))
+            list(
+                documents(
+                    "text", open_text("train", None, None, None, [f"memory://{name}"])[1], "text"
+                )
+            )
 
 
 def test_a_link_of_git_annex_without_content_is_named(tmp_path):

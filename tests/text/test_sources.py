@@ -1,4 +1,6 @@
-"""Documents of files and datasets, against json, pyarrow and str.split; each place, against reading on."""
+"""Documents of files and datasets, against json, pyarrow and str.split; each place, against reading
+on.
+"""
 
 import bz2
 import gzip
@@ -15,7 +17,13 @@ from pyarrow import feather
 
 from shardwright.data.text import sources
 
-PACKED = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+PACKED = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -52,17 +60,25 @@ def open_files(files, separator=None):
 
 
 def lines(texts):
-    return "".join(json.dumps({"n": 1, "text": text}, ensure_ascii=len(str(text)) % 2 == 0) + "\n" for text in texts)
+    return "".join(
+        json.dumps({"n": 1, "text": text}, ensure_ascii=len(str(text)) % 2 == 0) + "\n"
+        for text in texts
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "suffix"), [*((".jsonl", suffix) for suffix in PACKED), (".json", ""), (".json", ".gz"), (".txt", ".zst")]
+    ("kind", "suffix"),
+    [*((".jsonl", suffix) for suffix in PACKED), (".json", ""), (".json", ".gz"), (".txt", ".zst")],
 )
 def test_kinds_of_files(tmp_path, kind, suffix):
     """Two files, in the order of their names."""
     texts = random_texts(41)
     for name, part in (("b", texts[20:]), ("a", texts[:20])):
-        content = {".jsonl": lines(part), ".json": json.dumps([{"text": text} for text in part]), ".txt": "".join(part)}
+        content = {
+            ".jsonl": lines(part),
+            ".json": json.dumps([{"text": text} for text in part]),
+            ".txt": "".join(part),
+        }
         (tmp_path / f"{name}{kind}{suffix}").write_bytes(PACKED[suffix](content[kind].encode()))
     expected = ["".join(texts[:20]), "".join(texts[20:])] if kind == ".txt" else texts
     check(lambda: open_files([str(tmp_path / f"*{kind}{suffix}")]), expected)
@@ -80,7 +96,11 @@ def test_parquet(tmp_path, kind):
     values = pa.array(texts)
     types = {"large": pa.large_string(), "view": pa.string_view()}
     values = (
-        values.cast(types[kind]) if kind in types else values.dictionary_encode() if kind == "categories" else values
+        values.cast(types[kind])
+        if kind in types
+        else values.dictionary_encode()
+        if kind == "categories"
+        else values
     )
     pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet", row_group_size=7)
     check(lambda: open_files([str(tmp_path / "a.parquet")]), [text or "" for text in texts])
@@ -99,7 +119,9 @@ def test_arrow(tmp_path, write):
 
 
 def test_csv(tmp_path):
-    """Against what pandas wrote: quotes, commas and line breaks in the text; numbers and NA are texts."""
+    """Against what pandas wrote: quotes, commas and line breaks in the text; numbers and NA are
+    texts.
+    """
     import pandas as pd
 
     texts = ["NA", "12", "", "null", 'he said "so", and\r\nleft', *random_texts(30)]
@@ -108,24 +130,58 @@ def test_csv(tmp_path):
 
 
 def test_bad_rows_are_left_out_and_reported(tmp_path, capsys):
-    """Of each kind, at the place that is told; the good ones and the number are the same from each place on."""
-    lines = [b'{"text": "a"}', b"{", b'{"body": "b"}', b'{"text": 1}', b'{"text": "\xff"}', b"", b'{"text": "c"}', b"{"]
+    """Of each kind, at the place that is told; the good ones and the number are the same from each
+    place on.
+    """
+    lines = [
+        b'{"text": "a"}',
+        b"{",
+        b'{"body": "b"}',
+        b'{"text": 1}',
+        b'{"text": "\xff"}',
+        b"",
+        b'{"text": "c"}',
+        b"{",
+    ]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     (tmp_path / "b.csv").write_bytes(b'n,text\n1,d\n2\n3,\xff\n4,"e\nf"\n5,x,y\n6,g\n')
     values = pa.array([b"h", b"\xff", b"i"]).view(pa.string())
     pq.write_table(pa.table({"text": values}), tmp_path / "c.parquet")
     feather.write_feather(pa.table({"text": values}), tmp_path / "d.feather")
     (tmp_path / "e.json").write_text('[{"text": "j"}, {"text": [1]}, 3]')
-    files = [str(tmp_path / name) for name in ("a.jsonl", "b.csv", "c.parquet", "d.feather", "e.json")]
+    files = [
+        str(tmp_path / name) for name in ("a.jsonl", "b.csv", "c.parquet", "d.feather", "e.json")
+    ]
     found = list(sources.blocks("here", open_files(files), "text", None, 12))
-    assert [text for texts, _ in found for text in texts] == ["a", "c", "d", "e\nf", "g", "h", "i", "h", "i", "j"]
+    assert [text for texts, _ in found for text in texts] == [
+        "a",
+        "c",
+        "d",
+        "e\nf",
+        "g",
+        "h",
+        "i",
+        "h",
+        "i",
+        "j",
+    ]
     assert found[-1][1]["bad_rows"] == 12
     told = [line.split(": ")[1].rpartition("/")[2] for line in capsys.readouterr().err.splitlines()]
-    expected = [f"a.jsonl, line {n}" for n in (2, 3, 4, 5, 8)] + [f"b.csv, line {n}" for n in (3, 4, 7)]
-    assert told == [*expected, "c.parquet, row 1", "d.feather, row 1", "e.json, element 1", "e.json, element 2"]
+    expected = [f"a.jsonl, line {n}" for n in (2, 3, 4, 5, 8)] + [
+        f"b.csv, line {n}" for n in (3, 4, 7)
+    ]
+    assert told == [
+        *expected,
+        "c.parquet, row 1",
+        "d.feather, row 1",
+        "e.json, element 1",
+        "e.json, element 2",
+    ]
     with pytest.raises(ValueError, match=r"e\.json, element 2: it is int, not an object"):
         list(sources.blocks("here", open_files(files), "text", None, 11))
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: .* or skip bad rows with max_bad_rows"):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl, line 2: .* or skip bad rows with max_bad_rows"
+    ):
         list(sources.blocks("here", open_files(files), "text"))
 
 
@@ -134,7 +190,9 @@ def test_places_count_bad_rows(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
 
     def read(place):
-        return list(sources.blocks("here", open_files([str(tmp_path / "a.jsonl")]), "text", place, 20))
+        return list(
+            sources.blocks("here", open_files([str(tmp_path / "a.jsonl")]), "text", place, 20)
+        )
 
     whole = read(None)
     assert len(whole) > 5
@@ -144,7 +202,9 @@ def test_places_count_bad_rows(tmp_path):
         assert [(texts, place), *rest][-1][1]["bad_rows"] == 20
 
 
-@pytest.mark.parametrize(("suffix", "separator"), [("", "<|endoftext|>"), (".gz", "\n\n"), ("", "é")])
+@pytest.mark.parametrize(
+    ("suffix", "separator"), [("", "<|endoftext|>"), (".gz", "\n\n"), ("", "é")]
+)
 def test_separated_text(tmp_path, suffix, separator):
     content = "\ufeff" + f"\n{separator}\n".join(random_texts(60))
     (tmp_path / f"a.txt{suffix}").write_bytes(PACKED[suffix](content.encode()))
@@ -156,7 +216,10 @@ def test_separated_text(tmp_path, suffix, separator):
 def test_separators_across_the_ends_of_what_is_read(tmp_path):
     for length in range(290, 302):
         (tmp_path / "a.txt").write_text("a" * length + "<|end|>\r\n" + "b" * 20)
-        assert read_all(open_files([str(tmp_path / "a.txt")], "<|end|>")) == ["a" * length, "b" * 20]
+        assert read_all(open_files([str(tmp_path / "a.txt")], "<|end|>")) == [
+            "a" * length,
+            "b" * 20,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +228,11 @@ def test_separators_across_the_ends_of_what_is_read(tmp_path):
         ("a.jsonl", b'\n {"text": "a"} \r\n\r\n\t\n{"text":"b"}\r\n\n', ["a", "b"]),
         ("a.jsonl", b'{"text": "\\ud83d\\ude00"}\n', ["😀"]),
         ("a.jsonl", b'\xef\xbb\xbf{"text": "a"}\n', ["a"]),
-        ("a.jsonl", b'{"text": "a", "n": 1}\n{"text": null}\n{"n": "2", "text": "b"}\n', ["a", "", "b"]),
+        (
+            "a.jsonl",
+            b'{"text": "a", "n": 1}\n{"text": null}\n{"n": "2", "text": "b"}\n',
+            ["a", "", "b"],
+        ),
         ("a.txt", b"\xef\xbb\xbfa\r\n\xef\xbb\xbfb\n", ["a\n\ufeffb\n"]),
     ],
 )
@@ -174,13 +241,20 @@ def test_content(tmp_path, name, content, expected):
     assert read_all(open_files([str(tmp_path / name)])) == expected
 
 
-BROKEN = "is corrupt or cannot be read: .* Download or write it again|Cannot read .* whether its files are whole"
+BROKEN = (
+    "is corrupt or cannot be read: .* Download or write it again|Cannot read .* whether its "
+    "files are whole"
+)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl, line 2: Expecting value: .* or skip bad rows"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": \n',
+            "a.jsonl, line 2: Expecting value: .* or skip bad rows",
+        ),
         ("a.jsonl", b'\n{"text": "a"}\n\n[1]\n', "a.jsonl, line 4: it is list, not an object"),
         (
             "a.jsonl",
@@ -188,16 +262,36 @@ BROKEN = "is corrupt or cannot be read: .* Download or write it again|Cannot rea
             r"line 1: no column 'text'; set text_field to one of \['body', 'id'\]",
         ),
         ("a.jsonl", b'{"text": 3}\n', "line 1: 'text' is int, not text"),
-        ("a.jsonl", b'{"text": "a\\ud800b"}\n', "line 1: 'text' has half of a surrogate pair at character 1"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "b', "a.jsonl, line 2: Unterminated .* or skip bad rows"),
+        (
+            "a.jsonl",
+            b'{"text": "a\\ud800b"}\n',
+            "line 1: 'text' has half of a surrogate pair at character 1",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "b',
+            "a.jsonl, line 2: Unterminated .* or skip bad rows",
+        ),
         ("a.csv", b"text,n\na,1\nb\n", "a.csv, line 3: it has 1 fields, not 2"),
-        ("a.csv", b'text,n\na,1\n"b,2\n', "is corrupt or cannot be read: .*a.csv, at line 2: unexpected end of data"),
+        (
+            "a.csv",
+            b'text,n\na,1\n"b,2\n',
+            "is corrupt or cannot be read: .*a.csv, at line 2: unexpected end of data",
+        ),
         ("a.csv", b"body,n\na,1\n", "a.csv, line 2: no column 'text'"),
         ("a.arrow", b"not what it says " * 30, BROKEN),
         ("a.json", b'[{"text": "a"} {"text": "b"}]', BROKEN),
         ("a.json", b'[{"text": ["a"]}]', "'text' is list, not text"),
-        ("a.txt", "café".encode("latin-1"), "a.txt, document 0: it is not UTF-8: byte 0xe9 at position 3"),
-        ("a.json", '[{"text": "café"}]'.encode("latin-1"), "a.json, .*: it is not UTF-8: byte 0xe9 at position 14"),
+        (
+            "a.txt",
+            "café".encode("latin-1"),
+            "a.txt, document 0: it is not UTF-8: byte 0xe9 at position 3",
+        ),
+        (
+            "a.json",
+            '[{"text": "café"}]'.encode("latin-1"),
+            "a.json, .*: it is not UTF-8: byte 0xe9 at position 14",
+        ),
         ("a.parquet", b"not what it says " * 30, BROKEN),
     ],
 )
@@ -209,7 +303,9 @@ def test_damage(tmp_path, name, content, message):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
-@pytest.mark.parametrize(("name", "separator"), [("a.jsonl", None), ("a.txt", None), ("a.txt", "<|end|>")])
+@pytest.mark.parametrize(
+    ("name", "separator"), [("a.jsonl", None), ("a.txt", None), ("a.txt", "<|end|>")]
+)
 def test_damaged_compressed_files(tmp_path, suffix, name, separator):
     content = PACKED[suffix](lines(random_texts(200)).encode())
     for damaged in (content[: len(content) // 2], b"not what it says " * 30):
@@ -220,7 +316,9 @@ def test_damaged_compressed_files(tmp_path, suffix, name, separator):
 
 def test_a_zstd_file_that_ends_with_a_block_but_not_with_a_frame_is_truncated(tmp_path):
     packer = zstandard.ZstdCompressor().compressobj()
-    cut = packer.compress(lines(random_texts(10)).encode()) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    cut = packer.compress(lines(random_texts(10)).encode()) + packer.flush(
+        zstandard.COMPRESSOBJ_FLUSH_BLOCK
+    )
     for name, content in (("a.jsonl.zst", cut), ("a.txt.zstd", cut), ("a.txt.zst", b"")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=BROKEN):
@@ -228,10 +326,13 @@ def test_a_zstd_file_that_ends_with_a_block_but_not_with_a_frame_is_truncated(tm
 
 
 def test_zstd_of_several_frames_and_of_any_window(tmp_path):
-    """As pzstd writes it, with skippable frames; and as `zstd --long=31`, which most readers refuse."""
+    """As pzstd writes it, with skippable frames; and as `zstd --long=31`, which most readers
+    refuse.
+    """
     texts, skipped = random_texts(300), b"\x50\x2a\x4d\x18\x05\0\0\0hello"
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=31, enable_ldm=True)
-    long = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # of unknown size, as in a pipe
+    # of unknown size, as in a pipe
+    long = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     parts = [lines(texts[i : i + 100]).encode() for i in range(0, 300, 100)]
     packed = skipped + zstandard.compress(parts[0]) + skipped + zstandard.compress(parts[1])
     (tmp_path / "a.jsonl.zst").write_bytes(packed + long.compress(parts[2]) + long.flush())
@@ -294,13 +395,17 @@ def test_a_dataset_of_the_hub(tmp_path):
     (tmp_path / "hub").mkdir()
     for i in range(2):
         path = tmp_path / "hub" / f"train-{i:05}-of-00002.parquet"
-        pq.write_table(pa.table({"id": range(20), "text": texts[20 * i : 20 * i + 20]}), path, row_group_size=6)
+        pq.write_table(
+            pa.table({"id": range(20), "text": texts[20 * i : 20 * i + 20]}), path, row_group_size=6
+        )
 
     def open_data(split="train"):
         return sources.open_text("train", str(tmp_path / "hub"), None, split, [])[1]
 
     check(open_data, texts)
-    with pytest.raises(ValueError, match=r"no column 'body'; set text_field to one of \['id', 'text'\]"):
+    with pytest.raises(
+        ValueError, match=r"no column 'body'; set text_field to one of \['id', 'text'\]"
+    ):
         read_all(open_data(), "body")
     with pytest.raises(ValueError, match=r"Cannot read .*hub \(trian\): .*\['train'\]"):
         open_data("trian")

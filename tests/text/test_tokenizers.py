@@ -1,4 +1,6 @@
-"""Fast tokenizers against the libraries that define them, and translated definitions against the originals."""
+"""Fast tokenizers against the libraries that define them, and translated definitions against the
+originals.
+"""
 
 import base64
 import json
@@ -29,7 +31,10 @@ ROOT = Path(__file__).parents[2]
 def texts():
     with lzma.open(ROOT / "shardwright/shipped/austen_validation.jsonl.xz") as lines:
         chapters = [json.loads(line)["text"] for line in lines]
-    return [*PROBES, *(chapter[i : i + 1500] for chapter in chapters[:4] for i in range(0, 6000, 1500))]
+    return [
+        *PROBES,
+        *(chapter[i : i + 1500] for chapter in chapters[:4] for i in range(0, 6000, 1500)),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +60,22 @@ def test_another_format_is_converted_by_transformers(tmp_path, texts):
     """GPT-2's vocab.json and merges.txt, without a tokenizer.json."""
     transformers = pytest.importorskip("transformers", reason="transformers converts other formats")
     letters = [*definitions.BYTE_LETTERS.values()]
-    (tmp_path / "vocab.json").write_text(json.dumps({x: i for i, x in enumerate([*letters, "th", "<|endoftext|>"])}))
+    (tmp_path / "vocab.json").write_text(
+        json.dumps({x: i for i, x in enumerate([*letters, "th", "<|endoftext|>"])})
+    )
     (tmp_path / "merges.txt").write_text("#version: 0.2\nt h\n")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     tokenizer = open_tokenizer("huggingface", str(tmp_path))
     oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert split(tokenizer.encode(texts)) == [oracle(text, split_special_tokens=True)["input_ids"] for text in texts]
+    assert split(tokenizer.encode(texts)) == [
+        oracle(text, split_special_tokens=True)["input_ids"] for text in texts
+    ]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty has no tokenizer\.json"):
         open_tokenizer("huggingface", str(tmp_path / "empty"))
 
 
-# ---- gigatoken ----------------------------------------------------------------------------------------------------
+# ---- gigatoken -----------------------------------------------------------------------------------
 
 
 def test_gigatoken_gives_the_ids_of_tokenizers(texts, bpe, monkeypatch):
@@ -107,7 +116,9 @@ def test_gigatoken_and_tokens_added_to_text(case, bpe, monkeypatch):
 
 
 @pytest.mark.parametrize(("normalizer", "assigned"), [(None, True), ({"type": "NFC"}, False)])
-def test_gigatoken_and_characters_that_it_takes_for_others(normalizer, assigned, texts, monkeypatch):
+def test_gigatoken_and_characters_that_it_takes_for_others(
+    normalizer, assigned, texts, monkeypatch
+):
     """CJK's extension J are letters in newer versions of Unicode: "!" and one are a word or two."""
     pytest.importorskip("gigatoken", reason="the optional encoder")
     monkeypatch.setattr(text_tokenizers, "FAST_FROM", 0)
@@ -125,9 +136,15 @@ def test_gigatoken_and_characters_that_it_takes_for_others(normalizer, assigned,
 
 @pytest.mark.parametrize("wrong", ["nothing", "a probe", "a document"])
 def test_another_encoder_is_compared_with_tokenizers(wrong, texts, bpe, monkeypatch):
-    """One that differs on a probe is not used; one that differs on a document later stops the program."""
+    """One that differs on a probe is not used; one that differs on a document later stops the
+    program.
+    """
     tokenizer, used = Tokenizer(bpe), []
-    bad = {"nothing": None, "a probe": text_tokenizers.PROBES[1], "a document": texts[len(texts) // 2]}[wrong]
+    bad = {
+        "nothing": None,
+        "a probe": text_tokenizers.PROBES[1],
+        "a document": texts[len(texts) // 2],
+    }[wrong]
 
     def from_json(definition):
         oracle = pytest.importorskip("tokenizers").Tokenizer.from_str(definition)
@@ -147,7 +164,9 @@ def test_another_encoder_is_compared_with_tokenizers(wrong, texts, bpe, monkeypa
     assert used == []  # too little text
     monkeypatch.setattr(text_tokenizers, "FAST_FROM", sum(map(len, texts)))
     if wrong == "a document":
-        with pytest.raises(ValueError, match=r"gigatoken gives other ids .* pip uninstall gigatoken"):
+        with pytest.raises(
+            ValueError, match=r"gigatoken gives other ids .* pip uninstall gigatoken"
+        ):
             tokenizer.encode(texts)
     else:
         assert split(tokenizer.encode(texts)) == expected
@@ -155,7 +174,7 @@ def test_another_encoder_is_compared_with_tokenizers(wrong, texts, bpe, monkeypa
     fast_encoder.cache_clear()
 
 
-# ---- tiktoken -----------------------------------------------------------------------------------------------------
+# ---- tiktoken ------------------------------------------------------------------------------------
 
 PLUGIN = """
 import base64, json
@@ -196,14 +215,20 @@ def test_tiktoken_encoding(tmp_path, texts, bpe):
     """An encoding made known as tiktoken's own are, so that nothing is downloaded."""
     pytest.importorskip("tiktoken")
     byte_of = {letter: byte for byte, letter in definitions.BYTE_LETTERS.items()}
-    vocab = {token: i for token, i in json.loads(bpe)["model"]["vocab"].items() if i > 1}  # without the special ones
-    ranks = {base64.b64encode(bytes(map(byte_of.get, token))).decode(): i - 2 for token, i in vocab.items()}
+    # without the special ones
+    vocab = {token: i for token, i in json.loads(bpe)["model"]["vocab"].items() if i > 1}
+    ranks = {
+        base64.b64encode(bytes(map(byte_of.get, token))).decode(): i - 2
+        for token, i in vocab.items()
+    }
     (tmp_path / "tiktoken_ext").mkdir()
     (tmp_path / "tiktoken_ext/mine.py").write_text(PLUGIN)
     (tmp_path / "tiktoken_ext/ranks.json").write_text(json.dumps(ranks))
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", PROGRAM]
-    result = subprocess.run(command, input=json.dumps(texts), env=env, capture_output=True, text=True)
+    result = subprocess.run(
+        command, input=json.dumps(texts), env=env, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["Encoding"]
 
@@ -212,7 +237,9 @@ def test_a_chunk_that_is_a_token_stays_whole():
     """Though no merges lead to it."""
     tiktoken = pytest.importorskip("tiktoken")
     ranks = {bytes([i]): i for i in range(256)} | {b"bc": 256, b"abcd": 257}
-    encoding = tiktoken.Encoding("small", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={})
+    encoding = tiktoken.Encoding(
+        "small", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={}
+    )
     translated = load_definition(definitions.from_ranks(ranks, r"\w+|\W+", {}))
     for text in ("abcd", "abcd abcde", "xabcd", "bcbc"):
         assert translated.encode(text).ids == encoding.encode_ordinary(text)
@@ -233,7 +260,9 @@ def test_possessive_counts_split_as_in_tiktoken(pattern):
 
 
 def test_a_long_run_of_spaces_on_which_tiktoken_overflows():
-    """The tokens are as in a shorter run, of which tiktoken tells them: two for each pair, and the text comes back."""
+    """The tokens are as in a shorter run, of which tiktoken tells them: two for each pair, and the
+    text comes back.
+    """
     tiktoken, run = pytest.importorskip("tiktoken"), "\n"
     ranks = {bytes([i]): i for i in range(256)} | {run.encode() * 2: 256}
     pattern = r"\p{L}+|[^\s\p{L}]+|\s+(?!\S)|\s"
@@ -241,7 +270,9 @@ def test_a_long_run_of_spaces_on_which_tiktoken_overflows():
     tokenizer = Tokenizer(definitions.from_ranks(ranks, pattern, {}), encoding=encoding)
 
     def expected(count):
-        return encoding.encode_ordinary(f"a{run * 1001}b")[:1] + [256] * count + [ord(run), ord("b")]
+        return (
+            encoding.encode_ordinary(f"a{run * 1001}b")[:1] + [256] * count + [ord(run), ord("b")]
+        )
 
     assert encoding.encode_ordinary(f"a{run * 1001}b") == expected(500)
     texts = [f"a{run * n}b" for n in (1_000_001, 1001)]
@@ -259,7 +290,10 @@ def test_a_document_that_cannot_be_tokenized_is_named(monkeypatch):
             raise RuntimeError("no memory")
 
     monkeypatch.setattr(text_tokenizers, "load_definition", lambda _: Overflows())
-    with pytest.raises(ValueError, match=r"the one of 4 characters that begins 'a⏎ b': no memory. Split it or remove"):
+    with pytest.raises(
+        ValueError,
+        match=r"the one of 4 characters that begins 'a⏎ b': no memory. Split it or remove",
+    ):
         Tokenizer("{}", encoding=Overflows()).encode(["a\n b"])
     with pytest.raises(ValueError, match=r"the one of 4 characters that begins 'a⏎ b': no memory"):
         Tokenizer("{}").encode(["", "a\n b"])
@@ -267,7 +301,9 @@ def test_a_document_that_cannot_be_tokenized_is_named(monkeypatch):
 
 def test_tiktoken_names_that_are_not_there(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
-    with pytest.raises(ValueError, match=r"tokenizer.name is 'cl100k'; choose one of .*cl100k_base"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer.name is 'cl100k'; choose one of .*cl100k_base"
+    ):
         open_tokenizer("tiktoken", "cl100k")
 
     def fail(name):
@@ -275,7 +311,8 @@ def test_tiktoken_names_that_are_not_there(monkeypatch):
 
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
     with pytest.raises(
-        ValueError, match=r"cannot load the encoding 'cl100k_base': no route to host\. Check the connection"
+        ValueError,
+        match=r"cannot load the encoding 'cl100k_base': no route to host\. Check the connection",
     ):
         open_tokenizer("tiktoken", "cl100k_base")
 
@@ -294,13 +331,16 @@ def test_a_damaged_definition(tmp_path, bpe):
         bpe[: len(bpe) // 2]: "tokenizer.json is not JSON",
         '{"x": 1}': "tokenizer.json: model is missing; it must be an object",
         '{"model": {"vocab": {"a": 1e9}}}': "`tokenizers` cannot read the tokenizer.json",
-        '{"model": {"dropout": 0.1}}': "model.dropout is 0.1, so a text would have different ids in each run",
+        '{"model": {"dropout": 0.1}}': "model.dropout is 0.1, so a text would have different ids "
+        "in each run",
     }
     for content, message in wrong.items():
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ValueError, match=message):
             open_tokenizer("huggingface", str(tmp_path))
-    with pytest.raises(ValueError, match=r"`tokenizers` cannot read the tokenizer.json: .* Download or write it"):
+    with pytest.raises(
+        ValueError, match=r"`tokenizers` cannot read the tokenizer.json: .* Download or write it"
+    ):
         load_definition('{"model": {"type": "none"}}')
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"tokenizer.json cannot be read: it is not UTF-8"):

@@ -1,4 +1,6 @@
-"""The session of docs/agents.md: each edit has the verdict and the check that the page shows, at its line."""
+"""The session of docs/agents.md: each edit has the verdict and the check that the page shows, at
+its line.
+"""
 
 import json
 import re
@@ -27,8 +29,13 @@ def without_percents(text: str) -> str:
 
 @pytest.mark.quick
 def test_the_page_has_each_edit_with_its_verdict():
-    rejected = {name: f"**rejected** by `{edit.check}`" for name, edit in EDITS.items() if edit.check}
-    expected = [*((name, rejected.get(name, "accepted")) for name in EDITS), ("the same, with its remedy", "accepted")]
+    rejected = {
+        name: f"**rejected** by `{edit.check}`" for name, edit in EDITS.items() if edit.check
+    }
+    expected = [
+        *((name, rejected.get(name, "accepted")) for name in EDITS),
+        ("the same, with its remedy", "accepted"),
+    ]
     assert [(name, said.partition(":")[0]) for name, said in rows()] == expected
 
 

@@ -47,7 +47,9 @@ def commit(directory: Path) -> Path:
 def check(project: Path, *words: str, path: tuple[Path, ...] = (ROOT,)) -> tuple[int, str]:
     command = [sys.executable, "-m", "shardwright.tools.check", "--config-name=my_run", *words]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=project, env=environment, capture_output=True, text=True, timeout=300
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -86,7 +88,9 @@ def test_a_module_that_python_cannot_import_is_rejected_at_its_line(project):
 
 def test_a_fork_that_python_cannot_import_is_rejected_at_its_line(project, tmp_path):
     fork = Path(shutil.copytree(project, tmp_path / "fork")) / "train.py"
-    fork.write_text((ROOT / "train.py").read_text().replace("import jax\n", "import jax\nimport nowhere\n", 1))
+    fork.write_text(
+        (ROOT / "train.py").read_text().replace("import jax\n", "import jax\nimport nowhere\n", 1)
+    )
     status, text = check(fork.parent, "check.against=null", "check.output=json")
     found = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
     line = fork.read_text().partition("import nowhere")[0].count("\n") + 1
@@ -106,9 +110,16 @@ sys.meta_path.insert(0, Finder)
 
 @pytest.mark.parametrize("by", ["a folder", "a link", "a finder"])
 def test_a_model_in_src_is_that_of_the_commit(project, tmp_path, by):
-    """An editable install finds it by a folder in a .pth file, or by a finder. A folder has the name of the ref."""
+    """An editable install finds it by a folder in a .pth file, or by a finder.
+
+    A folder has the name of the ref.
+    """
     (tmp_path / "link").symlink_to(tmp_path / "mine")
-    folders = {"a folder": tmp_path / "mine/src", "a link": tmp_path / "link/src", "a finder": tmp_path}
+    folders = {
+        "a folder": tmp_path / "mine/src",
+        "a link": tmp_path / "link/src",
+        "a finder": tmp_path,
+    }
     mine = Path(shutil.copytree(project, tmp_path / "mine"))
     (mine / "src").mkdir()
     (mine / "HEAD").mkdir()
@@ -125,7 +136,9 @@ def test_a_model_in_src_is_that_of_the_commit(project, tmp_path, by):
             [f"src/my_model.py:{line}"],
         )
     else:
-        assert f"Python imports {model} in place of the same file of that source" in found["unknown"]
+        assert (
+            f"Python imports {model} in place of the same file of that source" in found["unknown"]
+        )
 
 
 @pytest.mark.parametrize("context", [NOT_DECIDED, WRONG])
@@ -143,7 +156,10 @@ def test_the_compiled_step_is_as_written(project):
     assert " collectives as written, " in found["text"]
     status, text = check(project, *words[:3], "hardware.chip=mi300x")
     assert status == 0
-    assert "compiled   –        not for mi300x here: ValueError: programs can be compiled ahead for h100," in text
+    assert (
+        "compiled   –        not for mi300x here: ValueError: programs can be compiled ahead for "
+        "h100," in text
+    )
 
 
 def test_what_it_cannot_check(project):

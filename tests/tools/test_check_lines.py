@@ -10,7 +10,10 @@ from shardwright.tools.check import compared, difference
 
 def result(lines: dict[int, str], costs: dict[str, float]) -> dict:
     return {
-        "program": {"hash": str(lines), "lines": [("a.py", line, text) for line, text in lines.items()]},
+        "program": {
+            "hash": str(lines),
+            "lines": [("a.py", line, text) for line, text in lines.items()],
+        },
         "costs": {"seconds": sum(costs.values()), "by_line": {"seconds": costs, "bytes": {}}},
         "parameters": 1,
         "results": {},
@@ -44,15 +47,25 @@ class Ended:
 
 @pytest.mark.parametrize("there", ["/a/copy", "/z/größer"])
 def test_only_edited_lines_differ_wherever_the_source_lies(there):
-    """A module beside the working directory is shown by its whole path; modules between both roots by theirs."""
+    """A module beside the working directory is shown by its whole path; modules between both roots
+    by theirs.
+    """
 
     def found(root: str, text: str) -> dict:
-        mine = [(f"{root}/src/b.py", i, f"x = {i}") for i in range(9)] + [(f"{root}/src/b.py", 9, text)]
+        mine = [(f"{root}/src/b.py", i, f"x = {i}") for i in range(9)] + [
+            (f"{root}/src/b.py", 9, text)
+        ]
         lines = sorted([*mine, *(("/k/library.py", i, f"y = {i}") for i in range(9))])
         own = [f"{root}/src/b.py:{i}" for i in range(9)]
         costs = {"seconds": 9.0, "by_line": {"seconds": dict.fromkeys(own, 1.0)}}
         program = {"hash": text, "lines": lines}
-        return {"verdict": "accepted", "program": program, "costs": costs, "parameters": 1, "results": {}}
+        return {
+            "verdict": "accepted",
+            "program": program,
+            "costs": costs,
+            "parameters": 1,
+            "results": {},
+        }
 
     now, before = found("/m/mine", "z = 1"), found(there, "z = 2")
     of: Any = compared(now, cast(Any, Ended(before)), ("/m/mine", there))["difference"]

@@ -35,7 +35,9 @@ def test_verify(place, capsys):
         [str(i), "whole"] for i in (5, 10, 15)
     ]
     chunk = "x/c/0"
-    (place / "checkpoints/0000000010" / chunk).write_bytes((place / "checkpoints/0000000005" / chunk).read_bytes())
+    (place / "checkpoints/0000000010" / chunk).write_bytes(
+        (place / "checkpoints/0000000005" / chunk).read_bytes()
+    )
     with pytest.raises(SystemExit) as status:
         run(Settings(str(place), True))
     assert status.value.code == 1

@@ -1,4 +1,6 @@
-"""Evaluation of a checkpoint: the run's own validation, documents against transformers, multiple choice, lm-eval."""
+"""Evaluation of a checkpoint: the run's own validation, documents against transformers, multiple
+choice, lm-eval.
+"""
 
 import dataclasses
 import importlib
@@ -37,7 +39,11 @@ ROOT = Path(__file__).parents[2]
 TEXTS = [f"Document {i}: {'naïve, ' * (7 * i % 13)}{i * i}." for i in range(40)]
 """Some of more than one sequence, none without a character of two bytes beside it."""
 QUESTIONS = [
-    {"context": f"{i} and one is ", "choices": [str(i + 1), "ünknown", "not a number at all"], "answer": i % 3}
+    {
+        "context": f"{i} and one is ",
+        "choices": [str(i + 1), "ünknown", "not a number at all"],
+        "answer": i % 3,
+    }
     for i in range(7)
 ]
 SEQ_LEN = 32
@@ -59,7 +65,9 @@ def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
     c = tiny.config(tiny.model(vocab=320, layers=1), eval_batches=3, eval_interval=2)
     c.data = DataConfig(filespec=write_dataset(directory / "data.zarr", TEXTS))
-    c.training = dataclasses.replace(c.training, steps=4, seq_len=SEQ_LEN, checkpoint_interval=2, microbatches=1)
+    c.training = dataclasses.replace(
+        c.training, steps=4, seq_len=SEQ_LEN, checkpoint_interval=2, microbatches=1
+    )
     with jax.set_mesh(tiny.mesh("d=8")):
         train.train(c, load_model(c.model), directory / "run")
     return directory / "run"
@@ -79,24 +87,30 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# ---- the run's own validation ---------------------------------------------------------------------------------------
+# ---- the run's own validation --------------------------------------------------------------------
 
 
 def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run):
-    """Bytes are those of the tokens evaluated, not of the whole split, of which the validation reads a part."""
+    """Bytes are those of the tokens evaluated, not of the whole split, of which the validation
+    reads a part.
+    """
     found, event = evaluated(run), logged(run)[1]
     assert (found["loss"], found["tokens"]) == (event["loss"], event["targets"])
     ids = open_tokenizer("bytes", end_token="</s>").encode(TEXTS).ids[: 3 * tiny.BATCH * SEQ_LEN]
     assert found["tokens"] == ids.size
     assert found["bytes"] == (ids > 1).sum()
-    assert found["bits_per_byte"] == pytest.approx(found["loss"] * ids.size / math.log(2) / found["bytes"])
+    assert found["bits_per_byte"] == pytest.approx(
+        found["loss"] * ids.size / math.log(2) / found["bytes"]
+    )
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert evaluated(run, batches=1)["tokens"] == tiny.BATCH * SEQ_LEN
 
 
 @pytest.mark.slow
 def test_a_run_with_stages(tmp_path):
-    """Four microbatches of two sequences, which eight devices on d do not divide: most of each is padding."""
+    """Four microbatches of two sequences, which eight devices on d do not divide: most of each is
+    padding.
+    """
     c = tiny.config(tiny.model(vocab=320, d_model=64, layers=4), eval_batches=2, microbatches=4)
     c.data = DataConfig(filespec=write_dataset(tmp_path / "data.zarr", TEXTS))
     c.training = dataclasses.replace(c.training, steps=2)
@@ -113,7 +127,15 @@ def test_a_run_with_stages(tmp_path):
 @pytest.mark.slow
 def test_a_run_on_a_mesh_of_e_and_c_is_evaluated_there(run, file):
     """To the bit, elsewhere but for rounding; so are documents of lengths that no ring divides."""
-    sizes = {"vocab": 320, "d_model": 32, "layers": 1, "n_kv": 4, "n_q_per_kv": 2, "d_head": 8, "d_ff": 24}
+    sizes = {
+        "vocab": 320,
+        "d_model": 32,
+        "layers": 1,
+        "n_kv": 4,
+        "n_q_per_kv": 2,
+        "d_head": 8,
+        "d_ff": 24,
+    }
     model = moe.ModelConfig(**sizes, experts=8, experts_per_token=2, capacity_factor=1.0)
     c = tiny.config(model, eval_batches=2, context="ring")
     c.training = dataclasses.replace(c.training, seq_len=SEQ_LEN, steps=2)
@@ -128,10 +150,12 @@ def test_a_run_on_a_mesh_of_e_and_c_is_evaluated_there(run, file):
     assert elsewhere["mesh"] == {"r": 1, "d": 1, "c": 8, "t": 1}
     assert elsewhere["loss"] == pytest.approx(event["loss"], rel=1e-6)
     expected = evaluated(wide, **file, mesh=StepChoice(d=8))["loss"]
-    assert evaluated(wide, **file, mesh=StepChoice(d=2, c=4))["loss"] == pytest.approx(expected, rel=1e-6)
+    assert evaluated(wide, **file, mesh=StepChoice(d=2, c=4))["loss"] == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
-# ---- documents ------------------------------------------------------------------------------------------------------
+# ---- documents -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +168,17 @@ def file(run):
 
 @pytest.fixture(scope="module")
 def theirs(run, tmp_path_factory):
-    """The exported run: its directory, and a function from tokens, the first of which is only read, to their losses."""
-    torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
+    """The exported run: its directory, and a function from tokens, the first of which is only read,
+    to their losses.
+    """
+    torch = pytest.importorskip(
+        "torch", reason="the Llama oracle needs torch, installed on Python 3.11 only"
+    )
     transformers = pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
     output = tmp_path_factory.mktemp("exported") / "model"
     checkpoint_to_huggingface.run(
-        checkpoint_to_huggingface.Settings(str(run), output=str(output), dtype="f32", check=False), lambda _: None
+        checkpoint_to_huggingface.Settings(str(run), output=str(output), dtype="f32", check=False),
+        lambda _: None,
     )
     llama = transformers.AutoModelForCausalLM.from_pretrained(output)
 
@@ -197,10 +226,16 @@ def test_each_document_has_the_loss_that_transformers_computes(run, theirs, file
 def test_an_import_is_computed_in_f32_and_the_result_names_its_dtype(run, theirs, file, tmp_path):
     """As transformers computes it; in bf16 it would differ by far more."""
     exported, losses = theirs
-    imported = huggingface_to_checkpoint.Settings(str(exported), str(tmp_path / "imported"), check=False)
+    imported = huggingface_to_checkpoint.Settings(
+        str(exported), str(tmp_path / "imported"), check=False
+    )
     huggingface_to_checkpoint.run(imported, lambda _: None)
-    expected = sum(losses(piece).sum(dtype=np.float64) for text in TEXTS[:9] for piece in cut(encoded(text)))
-    settings = Settings(run=str(tmp_path / "imported"), **file, limit=9, tokenizer=f"{run.parent}/data.zarr")
+    expected = sum(
+        losses(piece).sum(dtype=np.float64) for text in TEXTS[:9] for piece in cut(encoded(text))
+    )
+    settings = Settings(
+        run=str(tmp_path / "imported"), **file, limit=9, tokenizer=f"{run.parent}/data.zarr"
+    )
     console = Console(file=io.StringIO())
     found = evaluate(settings, console)
     assert found["compute_dtype"] == "f32"
@@ -208,7 +243,7 @@ def test_an_import_is_computed_in_f32_and_the_result_names_its_dtype(run, theirs
     assert found["loss"] * found["tokens"] == pytest.approx(expected, rel=1e-6)
 
 
-# ---- lm-eval --------------------------------------------------------------------------------------------------------
+# ---- lm-eval -------------------------------------------------------------------------------------
 
 TASKS = {
     "choices": """
@@ -238,7 +273,10 @@ def tasks(tmp_path):
     lines = [question | {"text": text} for question, text in zip(QUESTIONS, TEXTS, strict=False)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name, task in TASKS.items():
-        common = f"task: local_{name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+        common = (
+            f"task: local_{name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: "
+            f"{data}}}}}\n"
+        )
         body = "\n".join(line.strip() for line in task.splitlines())
         (tmp_path / f"{name}.yaml").write_text(f"{common}test_split: test\n{body.strip()}\n")
     return tmp_path
@@ -246,23 +284,37 @@ def tasks(tmp_path):
 
 @pytest.mark.filterwarnings("default")
 def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
-    lm_eval = pytest.importorskip("lm_eval", reason="the harness needs lm-eval: pip install -e '.[eval]'")
+    lm_eval = pytest.importorskip(
+        "lm_eval", reason="the harness needs lm-eval: pip install -e '.[eval]'"
+    )
     pytest.importorskip("accelerate", reason="lm-eval's own model needs accelerate")
     names = [f"local_{name}" for name in TASKS]
     manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=str(tasks))
     options = {"tasks": names, "task_manager": manager, "bootstrap_iters": 0}
 
     def of_hf(**arguments):
-        model = {"pretrained": str(theirs[0]), "device": "cpu", "dtype": "float32", "max_length": SEQ_LEN}
+        model = {
+            "pretrained": str(theirs[0]),
+            "device": "cpu",
+            "dtype": "float32",
+            "max_length": SEQ_LEN,
+        }
         return lm_eval.simple_evaluate(model="hf", model_args=model | arguments, **options)
 
-    found = lm_eval.simple_evaluate(model=OpenRun(Settings(run=str(run))).language_model(), **options)
+    found = lm_eval.simple_evaluate(
+        model=OpenRun(Settings(run=str(run))).language_model(), **options
+    )
     for expected, compared in ((of_hf(), names[::2]), (of_hf(add_bos_token=False), names[1:2])):
         for name in compared:
             for metric, value in expected["results"][name].items():
                 if isinstance(value, float):
-                    assert found["results"][name][metric] == pytest.approx(value, rel=1e-5), (name, metric)
-            for ours, theirs_ in zip(found["samples"][name], expected["samples"][name], strict=True):
+                    assert found["results"][name][metric] == pytest.approx(value, rel=1e-5), (
+                        name,
+                        metric,
+                    )
+            for ours, theirs_ in zip(
+                found["samples"][name], expected["samples"][name], strict=True
+            ):
                 assert ours["arguments"] == theirs_["arguments"]
 
                 def flat(x):
@@ -284,7 +336,9 @@ def test_the_example_of_the_page(run, monkeypatch):
     harness = types.ModuleType("lm_eval")
     harness.simple_evaluate = lambda **asked: asked
     monkeypatch.setitem(sys.modules, "lm_eval", harness)
-    monkeypatch.setattr("shardwright.tools.evaluate.language_model", lambda scorer, tokenizer, weights: scorer)
+    monkeypatch.setattr(
+        "shardwright.tools.evaluate.language_model", lambda scorer, tokenizer, weights: scorer
+    )
     names = {}
     exec(code.replace("runs/<name>", str(run)), names)
     assert names["results"]["model"].length == SEQ_LEN
@@ -298,12 +352,19 @@ def test_without_lm_eval_its_extra_is_named(run, monkeypatch):
     assert "pip install -e '.[eval]'" in refusal(error.value)
 
 
-# ---- the tool -------------------------------------------------------------------------------------------------------
+# ---- the tool ------------------------------------------------------------------------------------
 
 
 def test_the_command(run, tmp_path):
     out = tmp_path / "result.json"
-    command = [sys.executable, "-m", "tools.evaluate", f"run={run}/checkpoints/0000000002", f"out={out}", "mesh.t=4"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.evaluate",
+        f"run={run}/checkpoints/0000000002",
+        f"out={out}",
+        "mesh.t=4",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found, event = json.loads(out.read_text()), logged(run)[0]
     assert found["loss"] == pytest.approx(event["loss"], rel=1e-6)

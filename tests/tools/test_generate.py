@@ -1,4 +1,6 @@
-"""Texts from checkpoints and during training: the tool, samples.jsonl, prompts on the command line and as tokens."""
+"""Texts from checkpoints and during training: the tool, samples.jsonl, prompts on the command line
+and as tokens.
+"""
 
 import dataclasses
 import io
@@ -26,17 +28,24 @@ from shardwright.tools.generate import MeshChoice, Settings, generate, quote_pro
 from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
-TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of"
+TEXT = (
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, "
+    "must be in want of"
+)
 PROMPTS = ["It is", ""]
 
 
 def settings(directory):
     """Five steps on bytes, with texts every two."""
-    c = tiny.config(tiny.model(vocab=320, layers=1), eval_batches=0, sample_interval=2, sample_tokens=8)
+    c = tiny.config(
+        tiny.model(vocab=320, layers=1), eval_batches=0, sample_interval=2, sample_tokens=8
+    )
     file = str(directory / "text.txt")
     Path(file).write_text((TEXT + "\n") * 30)
     c.data = DataConfig(stream=StreamConfig(train_files=[file], end_token="</s>"))
-    c.training = dataclasses.replace(c.training, steps=5, sample_prompts=PROMPTS, checkpoint_interval=3)
+    c.training = dataclasses.replace(
+        c.training, steps=5, sample_prompts=PROMPTS, checkpoint_interval=3
+    )
     return c
 
 
@@ -57,7 +66,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# ---- during training ----------------------------------------------------------------------------------------------
+# ---- during training -----------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -67,9 +76,13 @@ def test_the_last_texts_are_those_of_the_checkpoint(run, tmp_path):
     expected = [line for line in read(run / "samples.jsonl") if line["step"] == 5]
     assert all(line.keys() == {"step", "prompt", "text", "ended"} for line in expected)
     mesh = MeshChoice(t=2, d=2, r=2)
-    config = Settings(str(run), prompts_file=f"{tmp_path}/prompts", max_tokens=8, temperature=0.8, mesh=mesh)
+    config = Settings(
+        str(run), prompts_file=f"{tmp_path}/prompts", max_tokens=8, temperature=0.8, mesh=mesh
+    )
     found = generate(config, Console(file=io.StringIO()))
-    assert [(line["text"], line["ended"]) for line in found] == [(line["text"], line["ended"]) for line in expected]
+    assert [(line["text"], line["ended"]) for line in found] == [
+        (line["text"], line["ended"]) for line in expected
+    ]
     events = [line for line in read(run / "metrics.jsonl") if line.get("event") == "sample"]
     assert [event["step"] for event in events] == [0, 0, 2, 2, 4, 4, 5, 5]
     assert events[0]["text"].startswith("It is")
@@ -95,7 +108,12 @@ def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
 
 
 def samples_of(c, directory):
-    given = {"config": c, "step": SimpleNamespace(inputs=()), "directory": directory, "provenance": {"source": None}}
+    given = {
+        "config": c,
+        "step": SimpleNamespace(inputs=()),
+        "directory": directory,
+        "provenance": {"source": None},
+    }
     log = SimpleNamespace(flush=lambda: None)
     run: Any = SimpleNamespace(**given, start=0, done=0, is_over=False, placement=None, log=log)
     samples = Samples()
@@ -107,11 +125,15 @@ def test_prompts_that_cannot_be_encoded_are_errors_before_the_first_step(tmp_pat
     c = settings(tmp_path)
     c.data = DataConfig(filespec=str(ROOT / "synthetic_dataset.zarr"))
     with jax.set_mesh(tiny.mesh("d=8")):
-        with pytest.raises(ValueError, match=r"sample_prompts: cannot encode 'It is'.* Set training"):
+        with pytest.raises(
+            ValueError, match=r"sample_prompts: cannot encode 'It is'.* Set training"
+        ):
             samples_of(c, tmp_path)
         c = settings(tmp_path)
         c.model.vocab = 64
-        with pytest.raises(ValueError, match=r"sample_prompts: .*'It is' has the token id 76; .* 0 to 63"):
+        with pytest.raises(
+            ValueError, match=r"sample_prompts: .*'It is' has the token id 76; .* 0 to 63"
+        ):
             samples_of(c, tmp_path)
 
 
@@ -119,7 +141,9 @@ def test_a_sample_that_fails_is_one_warning(tmp_path, capsys, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("as a model may that trains")
 
-    monkeypatch.setattr("shardwright.sampling.samples.Sampler", lambda *_, **__: SimpleNamespace(generate=fails))
+    monkeypatch.setattr(
+        "shardwright.sampling.samples.Sampler", lambda *_, **__: SimpleNamespace(generate=fails)
+    )
     with jax.set_mesh(tiny.mesh("d=8")):
         samples = samples_of(settings(tmp_path), tmp_path)
         for _ in range(2):
@@ -128,7 +152,7 @@ def test_a_sample_that_fails_is_one_warning(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "samples.jsonl").exists()
 
 
-# ---- the tool -----------------------------------------------------------------------------------------------------
+# ---- the tool ------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -146,11 +170,22 @@ def test_a_prompt_of_ids_is_that_of_its_text(run, tmp_path):
 def test_the_command(run, tmp_path):
     """With a prompt that Hydra's grammar would not take."""
     prompt, output = 'so, "it" is', tmp_path / "texts.jsonl"
-    command = [sys.executable, "-m", "tools.generate", f"run={run}", "step=3", f"prompt={prompt}", "max_tokens=3"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.generate",
+        f"run={run}",
+        "step=3",
+        f"prompt={prompt}",
+        "max_tokens=3",
+    ]
     command += ["samples=2", "top_k=5", "seed=1", "stop=[]", f"output={output}", "mesh.d=8"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     lines = read(output)
-    assert [(line["prompt"], line["sample"], len(line["ids"])) for line in lines] == [(prompt, 0, 3), (prompt, 1, 3)]
+    assert [(line["prompt"], line["sample"], len(line["ids"])) for line in lines] == [
+        (prompt, 0, 3),
+        (prompt, 1, 3),
+    ]
     assert bytes(i - 3 for i in lines[0]["prompt_ids"]).decode() == prompt
     assert lines[0]["ids"] != lines[1]["ids"]
     assert f"{prompt}▸" in done.stdout
@@ -181,7 +216,9 @@ def test_what_a_user_can_get_wrong(run, changes, message):
 @pytest.mark.long
 def test_without_a_tokenizer_a_prompt_may_be_ids(run, monkeypatch):
     monkeypatch.setattr("shardwright.tools.generate.read_tokenizer", lambda *_: Tokenizer())
-    with pytest.raises(ValueError, match=r"cannot encode 'a', .* Or give the prompt as ids: prompt_ids=\[1,2,3\]"):
+    with pytest.raises(
+        ValueError, match=r"cannot encode 'a', .* Or give the prompt as ids: prompt_ids=\[1,2,3\]"
+    ):
         generate(Settings(run=str(run), prompt="a"))
 
 
@@ -205,7 +242,9 @@ def test_a_stop_string_ends_a_text_before_it(run):
 
 
 def test_a_file_of_prompts(tmp_path):
-    """Lines are taken as they are; of .jsonl a prompt may have line breaks, and a wrong line is named."""
+    """Lines are taken as they are; of .jsonl a prompt may have line breaks, and a wrong line is
+    named.
+    """
 
     def read(name, text):
         return (
@@ -214,20 +253,37 @@ def test_a_file_of_prompts(tmp_path):
         )[1]
 
     prompts = ["one", "", " two\n\u2028 ", 'say "so"']
-    lines = [json.dumps({"prompt": prompt, "text": "left out"}, ensure_ascii=False) for prompt in prompts]
+    lines = [
+        json.dumps({"prompt": prompt, "text": "left out"}, ensure_ascii=False) for prompt in prompts
+    ]
     assert read("a.jsonl", "\n".join(lines) + "\n") == prompts
     assert read("a.txt", 'one\n\n two\r\n{"prompt": 1}') == ["one", "", " two", '{"prompt": 1}']
     assert read("a.txt", "a\u2028b\n") == ["a\u2028b"]
     for name in ("none.txt", "none.jsonl"):
         with pytest.raises(ValueError, match=rf"{name} has no prompt"):
             read(name, "\n")
-    with pytest.raises(ValueError, match=r"b.jsonl, line 2: prompt is 1; it must be a text. Correct it"):
+    with pytest.raises(
+        ValueError, match=r"b.jsonl, line 2: prompt is 1; it must be a text. Correct it"
+    ):
         read("b.jsonl", '{"prompt": ""}\n{"prompt": 1}\n')
 
 
 @pytest.mark.parametrize(
     "text",
-    ["Hello, world", 'say "so"', '"so"', "it's", "back\\", '\\"', 'a\\\\" b', "a\nb", "", "${x}", r"\\${x}", "3"],
+    [
+        "Hello, world",
+        'say "so"',
+        '"so"',
+        "it's",
+        "back\\",
+        '\\"',
+        'a\\\\" b',
+        "a\nb",
+        "",
+        "${x}",
+        r"\\${x}",
+        "3",
+    ],
 )
 def test_a_prompt_on_the_command_line_is_taken_sign_by_sign(text):
     def parsed(argument):
@@ -238,7 +294,7 @@ def test_a_prompt_on_the_command_line_is_taken_sign_by_sign(text):
     assert quote_prompt("top_k=5") == "top_k=5"
 
 
-# ---- text and ids -------------------------------------------------------------------------------------------------
+# ---- text and ids --------------------------------------------------------------------------------
 
 
 def test_bytes():
@@ -255,7 +311,10 @@ def test_a_vocabulary_of_pieces():
     ids = tokenizer.ids("It is a truth")
     assert len(ids) < 13
     assert tokenizer.decode(ids) == "It is a truth"
-    assert tokenizer.continuation(ids[:2], ids[2:]) == "It is a truth".removeprefix(tokenizer.decode(ids[:2]))
-    assert tokenizer.end not in tokenizer.ids("<|end|>")  # text that quotes the token is not the token
+    assert tokenizer.continuation(ids[:2], ids[2:]) == "It is a truth".removeprefix(
+        tokenizer.decode(ids[:2])
+    )
+    # text that quotes the token is not the token
+    assert tokenizer.end not in tokenizer.ids("<|end|>")
     assert tokenizer.decode([*ids[:1], tokenizer.end]).endswith("<|end|>")
     assert tokenizer.decode([99_999]) == ""

@@ -1,4 +1,6 @@
-"""From text to flat-tokens, against Python's UTF-8, `tokenizers` asked one document at a time, and transformers."""
+"""From text to flat-tokens, against Python's UTF-8, `tokenizers` asked one document at a time, and
+transformers.
+"""
 
 import json
 import lzma
@@ -38,7 +40,9 @@ TEXTS = [
 
 
 def write_jsonl(path, texts, field="text"):
-    path.write_text("".join(json.dumps({field: text, "n": i}) + "\n" for i, text in enumerate(texts)))
+    path.write_text(
+        "".join(json.dumps({field: text, "n": i}) + "\n" for i, text in enumerate(texts))
+    )
     return str(path)
 
 
@@ -47,13 +51,19 @@ def read(out, split="train"):
     group = zarr.open_group(str(out), mode="r")[split]
     tokens, starts = group["encoded_tokens"][:], group["seq_starts"][:].astype(np.int64)
     np.testing.assert_array_equal(np.flatnonzero(tokens & 1), starts[:-1])
-    return [document.tolist() for document in np.split(tokens >> 1, starts[1:-1])], group.attrs.asdict()
+    return [
+        document.tolist() for document in np.split(tokens >> 1, starts[1:-1])
+    ], group.attrs.asdict()
 
 
 def run(out, train, **settings):
     if isinstance(train, str):
         train = SplitConfig(files=[train])
-    tool.run(Settings(**{"out": str(out), "train": train, "validation": None, "num_workers": 1} | settings))
+    tool.run(
+        Settings(
+            **{"out": str(out), "train": train, "validation": None, "num_workers": 1} | settings
+        )
+    )
     return read(out)
 
 
@@ -71,7 +81,7 @@ def bpe(tmp_path_factory):
     return str(path), tokenizers.Tokenizer.from_str(definition)
 
 
-# ---- tokenizers ---------------------------------------------------------------------------------------------------
+# ---- tokenizers ----------------------------------------------------------------------------------
 
 
 def test_bytes_are_those_of_byt5():
@@ -107,7 +117,9 @@ def test_huggingface_tokenizer(tmp_path, bpe):
 def test_trained_bpe(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     config = TokenizerConfig(kind="train_bpe", vocab_size=300, end_token="<|end|>")
-    documents, attributes = run(tmp_path / "d", write_jsonl(tmp_path / "a.jsonl", TEXTS), tokenizer=config)
+    documents, attributes = run(
+        tmp_path / "d", write_jsonl(tmp_path / "a.jsonl", TEXTS), tokenizer=config
+    )
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "d/tokenizer.json"))
     assert tokenizer.id_to_token(0) == "<|begin|>"
     assert [tokenizer.decode(ids) for ids in documents] == TEXTS
@@ -122,13 +134,14 @@ def test_workers_change_nothing(tmp_path, bpe, monkeypatch):
     config = TokenizerConfig(kind="huggingface", name=bpe[0])
     split = SplitConfig(files=[source], max_tokens=250)
     results = [
-        run(tmp_path / f"d{num_workers}", split, tokenizer=config, num_workers=num_workers) for num_workers in (1, 2)
+        run(tmp_path / f"d{num_workers}", split, tokenizer=config, num_workers=num_workers)
+        for num_workers in (1, 2)
     ]
     assert results[0] == results[1]
     assert results[0][1]["num_tokens"] == 250
 
 
-# ---- sources ------------------------------------------------------------------------------------------------------
+# ---- sources -------------------------------------------------------------------------------------
 
 
 def test_skip_and_max_documents(tmp_path):
@@ -161,14 +174,18 @@ def test_train_and_validation_read_no_document_twice(tmp_path, train, validation
     (tmp_path / "link.jsonl").symlink_to("a.jsonl")
     of_splits = {"train": train, "validation": validation}
     for name, split in of_splits.items():
-        of_splits[name] = SplitConfig(**split | {"files": [str(tmp_path / f"{file}.jsonl") for file in split["files"]]})
+        of_splits[name] = SplitConfig(
+            **split | {"files": [str(tmp_path / f"{file}.jsonl") for file in split["files"]]}
+        )
     settings = Settings(out=str(tmp_path / "d"), num_workers=1, **of_splits)
     if not is_apart:
         with pytest.raises(ValueError, match=r"both read .*\.jsonl\. .*train\.skip_documents="):
             tool.run(settings)
         return
     tool.run(settings)
-    documents = [tuple(document) for name in of_splits for document in read(tmp_path / "d", name)[0]]
+    documents = [
+        tuple(document) for name in of_splits for document in read(tmp_path / "d", name)[0]
+    ]
     assert len({*documents}) == len(documents) > 3
 
 
@@ -189,7 +206,9 @@ def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys):
 
 
 def bert(t):
-    return t.models.WordPiece({x: i for i, x in enumerate(["[UNK]", *"abcef", "##b", "##c"])}, unk_token="[UNK]"), {
+    return t.models.WordPiece(
+        {x: i for i, x in enumerate(["[UNK]", *"abcef", "##b", "##c"])}, unk_token="[UNK]"
+    ), {
         "normalizer": t.normalizers.BertNormalizer(),
         "pre_tokenizer": t.pre_tokenizers.BertPreTokenizer(),
         "decoder": t.decoders.WordPiece(),
@@ -197,7 +216,9 @@ def bert(t):
 
 
 def t5(t):
-    return t.models.Unigram([(piece, -1.0) for piece in ["<unk>", "▁", *"aAbcefé", "2", "▁b"]], 0, False), {
+    return t.models.Unigram(
+        [(piece, -1.0) for piece in ["<unk>", "▁", *"aAbcefé", "2", "▁b"]], 0, False
+    ), {
         "normalizer": t.normalizers.NFKC(),
         "pre_tokenizer": t.pre_tokenizers.Sequence(
             [t.pre_tokenizers.WhitespaceSplit(), t.pre_tokenizers.Metaspace()],
@@ -212,16 +233,26 @@ def without_unknown(t):
 
 def of_bytes(t):
     vocab = {x: i for i, x in enumerate(definitions.BYTE_LETTERS.values())}
-    parts = {"pre_tokenizer": t.pre_tokenizers.ByteLevel(add_prefix_space=False), "decoder": t.decoders.ByteLevel()}
+    parts = {
+        "pre_tokenizer": t.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "decoder": t.decoders.ByteLevel(),
+    }
     return t.models.BPE(vocab, []), parts
 
 
 def sentencepiece(t):
     pieces = [*(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcAef", "<unk>"]
     vocab = {x: i for i, x in enumerate(pieces)}
-    decoders = [t.decoders.Replace("▁", " "), t.decoders.ByteFallback(), t.decoders.Fuse(), t.decoders.Strip(" ", 1, 0)]
+    decoders = [
+        t.decoders.Replace("▁", " "),
+        t.decoders.ByteFallback(),
+        t.decoders.Fuse(),
+        t.decoders.Strip(" ", 1, 0),
+    ]
     return t.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"), {
-        "normalizer": t.normalizers.Sequence([t.normalizers.Prepend("▁"), t.normalizers.Replace(" ", "▁")]),
+        "normalizer": t.normalizers.Sequence(
+            [t.normalizers.Prepend("▁"), t.normalizers.Replace(" ", "▁")]
+        ),
         "decoder": t.decoders.Sequence(decoders),
     }
 
@@ -237,8 +268,13 @@ def test_a_tokenizer_that_changes_text_is_reported(tmp_path, capsys, make):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = TokenizerConfig(kind="huggingface", name=str(tmp_path / "tokenizer.json"))
     run(tmp_path / "d", write_jsonl(tmp_path / "a.jsonl", TEXTS), tokenizer=config)
-    is_kept = [tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text for text in PROBES]
-    assert ("warning: the tokenizer changes text: " in capsys.readouterr().err) == (not all(is_kept))
+    is_kept = [
+        tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+        for text in PROBES
+    ]
+    assert ("warning: the tokenizer changes text: " in capsys.readouterr().err) == (
+        not all(is_kept)
+    )
     assert all(is_kept) == (make in (of_bytes, sentencepiece))
 
 
@@ -259,7 +295,8 @@ def test_ends_with_what_training_needs(tmp_path, capsys, monkeypatch, end_token)
     assert c.data.filespec == given.data.filespec == str(tmp_path / "d, e")
     assert c.model.vocab == given.model.vocab == 320 > attributes["max_token_id"]
     assert c.model.bos_id == given.model.bos_id == (0 if end_token is None else 1)
-    assert c.training.eval_batches == given.training.eval_batches == 0  # there is nothing to validate on
+    # there is nothing to validate on
+    assert c.training.eval_batches == given.training.eval_batches == 0
 
 
 def test_max_tokens_is_exact(tmp_path, bpe, monkeypatch):
@@ -273,10 +310,12 @@ def test_max_tokens_is_exact(tmp_path, bpe, monkeypatch):
         split = SplitConfig(files=[source], max_tokens=max_tokens)
         documents, _ = run(tmp_path / f"{max_tokens}", split, tokenizer=config)
         assert [i for document in documents for i in document] == flat[:max_tokens]
-        assert [len(document) for document in documents[:-1]] == [len(d) for d in whole[: len(documents) - 1]]
+        assert [len(document) for document in documents[:-1]] == [
+            len(d) for d in whole[: len(documents) - 1]
+        ]
 
 
-# ---- errors -------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 AUSTEN = SplitConfig(files=[str(ROOT / "shardwright/shipped/austen_validation.jsonl.xz")])
@@ -291,11 +330,23 @@ BPE = TokenizerConfig(kind="train_bpe")
             {"train": SplitConfig()},
             r"train has neither files nor a source; give train.files=\[<file>\], or train=null to",
         ),
-        ({"train": SplitConfig(), "dataset": "c4"}, "give train.source=<split of c4>, or train=null to leave it out"),
-        ({"train": SplitConfig(files=["nothing/*.jsonl"])}, r"No text file matches 'nothing/\*.jsonl' in "),
+        (
+            {"train": SplitConfig(), "dataset": "c4"},
+            "give train.source=<split of c4>, or train=null to leave it out",
+        ),
+        (
+            {"train": SplitConfig(files=["nothing/*.jsonl"])},
+            r"No text file matches 'nothing/\*.jsonl' in ",
+        ),
         ({"train": SplitConfig(files=[__file__])}, r"or choose files of these kinds: .jsonl"),
-        ({"train": None, "validation": AUSTEN, "tokenizer": BPE}, "tokenizer.kind is train_bpe; give a training split"),
-        ({"tokenizer": TokenizerConfig(end_token="<eos>")}, "no token '<eos>' for tokenizer.end_token"),
+        (
+            {"train": None, "validation": AUSTEN, "tokenizer": BPE},
+            "tokenizer.kind is train_bpe; give a training split",
+        ),
+        (
+            {"tokenizer": TokenizerConfig(end_token="<eos>")},
+            "no token '<eos>' for tokenizer.end_token",
+        ),
     ],
 )
 def test_bad_settings(tmp_path, settings, message):
@@ -343,21 +394,36 @@ def test_overwriting_trains_its_own_tokenizer(tmp_path, monkeypatch):
             run(tmp_path / "d", source, tokenizer=trained(300))
     _, attributes = run(tmp_path / "d", source, tokenizer=trained(320), overwrite=True)
     assert attributes["tokenizer"]["vocab_size"] == 320
-    other = {"out": str(tmp_path / "d"), "train": None, "validation": SplitConfig(files=[source]), "overwrite": True}
+    other = {
+        "out": str(tmp_path / "d"),
+        "train": None,
+        "validation": SplitConfig(files=[source]),
+        "overwrite": True,
+    }
     with pytest.raises(ValueError, match=r"not the tokenizer .*, and train would keep"):
         tool.run(Settings(**other))
 
 
-# ---- the examples -------------------------------------------------------------------------------------------------
+# ---- the examples --------------------------------------------------------------------------------
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "vocab_size"),
-    [("austen_bytes", 259), pytest.param("austen_bpe32k", 22886, marks=pytest.mark.slow), ("austen_bpe", 4096)],
+    [
+        ("austen_bytes", 259),
+        pytest.param("austen_bpe32k", 22886, marks=pytest.mark.slow),
+        ("austen_bpe", 4096),
+    ],
 )
 def test_local_examples(tmp_path, name, vocab_size):
-    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", f"--config-name={name}", f"out={tmp_path}/d"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.huggingface_to_flat_tokens",
+        f"--config-name={name}",
+        f"out={tmp_path}/d",
+    ]
     subprocess.run(command, cwd=ROOT, check=True)
     for split, novels in (("train", 246), ("validation", 24)):
         with lzma.open(ROOT / f"tests/data/austen_{split}.jsonl.xz") as lines:

@@ -1,4 +1,6 @@
-"""The tokenizer of a run's data; exported, it gives the ids that the run was trained on, after model.bos_id."""
+"""The tokenizer of a run's data; exported, it gives the ids that the run was trained on, after
+model.bos_id.
+"""
 
 import json
 
@@ -13,7 +15,11 @@ from shardwright.tools.checkpoint_to_huggingface import tokenizer_files
 from tests.support.tokenization import PROBES
 from tests.support.written_datasets import write
 
-TEXTS = [*[text for text in PROBES if "<s>" not in text], "", "It is a truth universally acknowledged, naïve 東京"]
+TEXTS = [
+    *[text for text in PROBES if "<s>" not in text],
+    "",
+    "It is a truth universally acknowledged, naïve 東京",
+]
 BYTES = Tokenizer(byte_definition(), "</s>")
 
 
@@ -35,7 +41,10 @@ def test_what_a_tokenizer_put_around_text_is_left_out(bpe):
     content["post_processor"] = tokenizer_files(bpe, 1)[0]["tokenizer.json"]["post_processor"]
     files, _ = tokenizer_files(Tokenizer(json.dumps(content)), 0)
     for text in TEXTS:
-        assert ids_of(files, text) == [0, *load_definition(bpe.definition).encode(text, add_special_tokens=False).ids]
+        assert ids_of(files, text) == [
+            0,
+            *load_definition(bpe.definition).encode(text, add_special_tokens=False).ids,
+        ]
 
 
 def test_a_begin_token_of_text_or_none_at_all_is_said(bpe):
@@ -45,7 +54,9 @@ def test_a_begin_token_of_text_or_none_at_all_is_said(bpe):
     assert "bos_token" not in files["tokenizer_config.json"]
     assert ids_of(files, "a")[0] == letter
     files, notes = tokenizer_files(bpe, 10_000)
-    assert notes == ["it has no token of id 10000 (model.bos_id): put that id before the text's yourself"]
+    assert notes == [
+        "it has no token of id 10000 (model.bos_id): put that id before the text's yourself"
+    ]
     assert ids_of(files, "a") == [letter]
 
 
@@ -69,7 +80,9 @@ def test_transformers_opens_them(tmp_path, bpe):
 
 
 @pytest.mark.parametrize(("model_type", "warns"), [("llama", False), ("qwen2", True)])
-def test_a_model_type_whose_tokenizer_transformers_replaces_is_warned_of(tmp_path, bpe, capsys, model_type, warns):
+def test_a_model_type_whose_tokenizer_transformers_replaces_is_warned_of(
+    tmp_path, bpe, capsys, model_type, warns
+):
     """AutoTokenizer splits numbers for each qwen2 as Qwen 2 does."""
     pytest.importorskip("torch", reason="transformers is installed on Python 3.11 only")
     for file, content in tokenizer_files(bpe, 0)[0].items():
@@ -100,15 +113,21 @@ def test_a_batch_of_a_bpe_is_padded(tmp_path, bpe, bos, end, pad):
 
 
 def test_where_it_is_found(tmp_path, bpe):
-    by_bytes = write(tmp_path / "bytes", attributes={"tokenizer": {"kind": "bytes", "end_token": "</s>"}})
-    by_bpe = write(tmp_path / "bpe", attributes={"tokenizer": {"kind": "train_bpe", "end_token": "<|end|>"}})
+    by_bytes = write(
+        tmp_path / "bytes", attributes={"tokenizer": {"kind": "bytes", "end_token": "</s>"}}
+    )
+    by_bpe = write(
+        tmp_path / "bpe", attributes={"tokenizer": {"kind": "train_bpe", "end_token": "<|end|>"}}
+    )
     (tmp_path / "bpe" / "tokenizer.json").write_text(bpe.definition)
     nothing = write(tmp_path / "nothing", attributes={})
 
     def mixture(*names):
         return DataConfig(mixture={f"{i}": SourceConfig(name) for i, name in enumerate(names)})
 
-    file = StreamConfig(tokenizer_kind="huggingface", tokenizer=f"{by_bpe}/tokenizer.json", end_token="<|end|>")
+    file = StreamConfig(
+        tokenizer_kind="huggingface", tokenizer=f"{by_bpe}/tokenizer.json", end_token="<|end|>"
+    )
     assert tokenizer_of_run(DataConfig(filespec=by_bytes)) == BYTES
     for data, named in [
         (DataConfig(filespec=by_bpe), None),
@@ -126,9 +145,15 @@ def test_where_it_is_found(tmp_path, bpe):
     (tmp_path / "lost").mkdir()
     lost = write(tmp_path / "lost", attributes={"tokenizer": {"kind": "train_bpe"}})
     for data, message in [
-        (mixture(by_bpe, by_bytes), r"the datasets .* have different tokenizers. Give tokenizer=<name"),
+        (
+            mixture(by_bpe, by_bytes),
+            r"the datasets .* have different tokenizers. Give tokenizer=<name",
+        ),
         (DataConfig(), r"the run has no data, because it was imported. Give tokenizer=<name"),
-        (DataConfig(filespec=lost), r"of the dataset .*lost: .*/tokenizer.json is missing\. Give tokenizer=<name"),
+        (
+            DataConfig(filespec=lost),
+            r"of the dataset .*lost: .*/tokenizer.json is missing\. Give tokenizer=<name",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             tokenizer_of_run(data)

@@ -1,4 +1,6 @@
-"""The coordinate check: slopes, the models that it trains, and that it finds each multiplier that is missing."""
+"""The coordinate check: slopes, the models that it trains, and that it finds each multiplier that
+is missing.
+"""
 
 import dataclasses
 from typing import Any
@@ -56,7 +58,9 @@ def test_noise_is_not_a_slope():
     assert verdict == "ok"
 
 
-@pytest.mark.parametrize(("number", "verdict"), [(0.0, "ZERO"), (np.nan, "NOT FINITE"), (np.inf, "NOT FINITE")])
+@pytest.mark.parametrize(
+    ("number", "verdict"), [(0.0, "ZERO"), (np.nan, "NOT FINITE"), (np.inf, "NOT FINITE")]
+)
 def test_what_has_no_slope_is_not_ok(number, verdict):
     runs = [(1, [1.0, number]), (2, [number, 1.0]), (4, [1.0, 1.0])]
     assert slope_of(runs)[2] == verdict
@@ -71,10 +75,14 @@ def test_widths_multiply_the_base_and_depths_its_layers():
     c = tiny.config(tiny.model(layers=6))
     c.optimizer = tiny.optimizer(base={"d_model": 16, "d_ff": 24, "layers": 2, "rope_base": 5.0})
     found = [*ladder_of(c, LadderConfig(widths=[1, 4], depths=[3]))]
-    sizes = [(axis, n, own.model.d_model, own.model.d_ff, own.model.layers) for axis, n, own in found]
+    sizes = [
+        (axis, n, own.model.d_model, own.model.d_ff, own.model.layers) for axis, n, own in found
+    ]
     assert sizes == [("width", 1, 16, 24, 2), ("width", 4, 64, 96, 2), ("depth", 3, 16, 24, 6)]
     assert {own.model.rope_base for *_, own in found} == {5.0}
-    assert {(own.optimizer.warmup_steps, own.optimizer.schedule) for *_, own in found} == {(0, "constant")}
+    assert {(own.optimizer.warmup_steps, own.optimizer.schedule) for *_, own in found} == {
+        (0, "constant")
+    }
 
 
 def test_scales_are_printed(capsys, monkeypatch):
@@ -96,7 +104,7 @@ def test_what_is_missing_is_asked_for():
         check_coordinates(c, LadderConfig(widths=[], depths=[]))
 
 
-# ---- multipliers that are missing --------------------------------------------------------------------------------
+# ---- multipliers that are missing ----------------------------------------------------------------
 
 BASE: dict[str, Any] = {"d_model": 32, "n_kv": 4, "d_ff": 64}
 MATRICES = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")
@@ -119,12 +127,16 @@ class SameEpsilon(scales.Scale):
 
 def kept(scale, kind=scales.Scale, **changes):
     """A copy of a Scale, as another kind or with changes."""
-    return kind(**{field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)} | changes)
+    return kind(
+        **{field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)} | changes
+    )
 
 
 def unfolded(scale):
     """A copy of a Scale without its multiplier."""
-    return kept(scale, std=scale.std / scale.multiplier, mean=scale.mean / scale.multiplier, multiplier=1.0)
+    return kept(
+        scale, std=scale.std / scale.multiplier, mean=scale.mean / scale.multiplier, multiplier=1.0
+    )
 
 
 def wider_init(scale):
@@ -139,7 +151,11 @@ CHANGES: dict[str, Any] = {
     "multiplier": unfolded,
 }
 TIED: dict[str, Any] = {"model": {"tied_embeddings": True}}
-DEEP: dict[str, Any] = {"parametrization": "completep", "axis": "depth", "base": {"d_model": 32, "layers": 2}}
+DEEP: dict[str, Any] = {
+    "parametrization": "completep",
+    "axis": "depth",
+    "base": {"d_model": 32, "layers": 2},
+}
 UP, GATE, VALUES = "Llama.layer up", "Llama.layer gate", "Llama.attend v"
 ATTENTION = "Llama.layer x"
 QUERIES, KEYS = f"{ATTENTION} q", f"{ATTENTION} k"
@@ -172,14 +188,19 @@ LLAMA: dict[str, Any] = {"vocab": 64, "layers": 2, "n_q_per_kv": 1, "d_head": 8,
 
 
 def found_by(axis="width", base=BASE, model: Any = None, **optimizer):
-    """Slopes of a tiny model, 8 times as wide or deep as the base. `model` is a ModelConfig, or settings of one."""
+    """Slopes of a tiny model, 8 times as wide or deep as the base.
+
+    `model` is a ModelConfig, or settings of one.
+    """
     model = model if dataclasses.is_dataclass(model) else tiny.model(**LLAMA | (model or {}))
     c = tiny.config(model)
     c.optimizer = tiny.optimizer(**{"parametrization": "mup", "base": base} | optimizer)
     settings, found = LadderConfig(**{"widths": [], "depths": [], f"{axis}s": [1, 8]}), {}
     with jax.set_mesh(tiny.mesh("one device")):
         for _, n, own in ladder_of(c, settings):
-            for name, numbers in measure(own, tiny.place_batch(own, tiny.host_batch(vocab=8)), 2, 2):
+            for name, numbers in measure(
+                own, tiny.place_batch(own, tiny.host_batch(vocab=8)), 2, 2
+            ):
                 found.setdefault(name, []).append((n, numbers))
     return {name: slope_of(runs, limit_of(axis, name)) for name, runs in found.items()}
 

@@ -21,7 +21,9 @@ def settings(out, files, **more):
 
 @pytest.fixture
 def parts(tmp_path, small):
-    """A dataset of three files, `one`, and one of each of them, of which the first has a bad row."""
+    """A dataset of three files, `one`, and one of each of them, of which the first has a bad
+    row.
+    """
     files = [write_jsonl(tmp_path / f"{i}.jsonl", random_texts(12 + i, seed=i)) for i in range(3)]
     with open(files[0], "a") as file:
         file.write("{\n")
@@ -41,17 +43,23 @@ def test_parts_are_joined_into_what_one_process_writes(tmp_path, parts):
     for name in ("encoded_tokens", "seq_starts"):
         for path in (tmp_path / f"one/train/{name}").rglob("*"):
             if path.is_file():
-                assert (tmp_path / "d" / path.relative_to(tmp_path / "one")).read_bytes() == path.read_bytes()
+                assert (
+                    tmp_path / "d" / path.relative_to(tmp_path / "one")
+                ).read_bytes() == path.read_bytes()
     ours, theirs = (Reader(str(tmp_path / name), "train") for name in ("d", "one"))
     assert ours.fingerprint == theirs.fingerprint
     assert ours.attributes["bad_rows"] == 1
     assert ours.attributes["tokenizer"] == theirs.attributes["tokenizer"]
-    assert (tmp_path / "d/tokenizer.json").read_bytes() == (tmp_path / "one/tokenizer.json").read_bytes()
+    assert (tmp_path / "d/tokenizer.json").read_bytes() == (
+        tmp_path / "one/tokenizer.json"
+    ).read_bytes()
 
 
 def flipped(parts):
     """A byte within the tokens, which the opening of a split does not read."""
-    path = max((parts[1] / "train/encoded_tokens/c").iterdir(), key=lambda path: path.stat().st_size)
+    path = max(
+        (parts[1] / "train/encoded_tokens/c").iterdir(), key=lambda path: path.stat().st_size
+    )
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 1
     path.write_bytes(content)

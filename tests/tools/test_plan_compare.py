@@ -1,4 +1,6 @@
-"""A comparison of meshes and chips: which ones are planned, what comes first, and how it is shown."""
+"""A comparison of meshes and chips: which ones are planned, what comes first, and how it is
+shown.
+"""
 
 import dataclasses
 import itertools
@@ -39,7 +41,10 @@ def test_candidates_begin_with_the_settings_that_are_there():
     c = tiny.config()
     c.mesh.d, c.mesh.e, c.mesh.t = 2, 2, 2
     first, *others = candidates(c, 8, H100)
-    own = {f"mesh.{axis}": n for axis, n in (dict.fromkeys("prdect", 1) | {"d": 2, "e": 2, "t": 2}).items()}
+    own = {
+        f"mesh.{axis}": n
+        for axis, n in (dict.fromkeys("prdect", 1) | {"d": 2, "e": 2, "t": 2}).items()
+    }
     assert first == own | {"training.microbatches": c.training.microbatches}
     assert {settings["mesh.e"] for settings in others} == {2}
 
@@ -50,7 +55,9 @@ def test_the_first_is_the_fastest_that_fits():
     lines, best = compared(c, [(H100, 2)])
     for (d, t), m in itertools.product(((2, 1), (1, 2)), (1, 2)):
         mesh = dict.fromkeys("prdect", 1) | {"d": d, "t": t}
-        step = planned_step(tiny.config(tiny.model(layers=2), microbatches=m), load_model(c.model), mesh, H100)
+        step = planned_step(
+            tiny.config(tiny.model(layers=2), microbatches=m), load_model(c.model), mesh, H100
+        )
         assert best.plan.seconds <= plan_of(step, H100, 1).seconds * (1 + 1e-9)
     assert max(map(len, lines)) <= 80
     assert re.fullmatch(r"Fastest: 2 x h100\. \d+% of its step is [a-z ]+\.", lines[-1])
@@ -103,13 +110,17 @@ def test_chips_are_compared_with_their_days_and_dollars(monkeypatch, plan):
         seconds = {("h100", 8): 4.0, ("h100", 64): 0.6, ("a100", 8): 9.0}[chip.name, devices] * 864
         step = plan.step._replace(mesh={**plan.step.mesh, "d": devices})
         return [
-            Change({"mesh.d": devices, "mesh.t": 1}, plan._replace(chip=chip, step=step, seconds=seconds, steps=100))
+            Change(
+                {"mesh.d": devices, "mesh.t": 1},
+                plan._replace(chip=chip, step=step, seconds=seconds, steps=100),
+            )
         ]
 
     monkeypatch.setattr(compare, "plans_of", planned)
     kinds = [(chip_of(name), n) for name, n in (("h100", 8), ("h100", 64), ("a100", 8), ("v5e", 8))]
 
-    # Days 4, 0.6 and 9; dollars 24 · 3 · 8 · 4 = 2304, 24 · 3 · 64 · 0.6 = 2765, and 24 · 2 · 8 · 9 = 3456.
+    # Days 4, 0.6 and 9; dollars 24 · 3 · 8 · 4 = 2304, 24 · 3 · 64 · 0.6 = 2765, and 24 · 2 · 8 · 9
+    # = 3456.
     rows, _ = compared(c, kinds)
     assert [[*line.split()[:2], *line.split()[7:9]] for line in rows[1:4]] == [
         ["64", "h100", "0.60", "$2,765"],

@@ -1,4 +1,7 @@
-"""What a user sees of a plan: on the terminal, and as JSON. The oracle is the sums of what was put in."""
+"""What a user sees of a plan: on the terminal, and as JSON.
+
+The oracle is the sums of what was put in.
+"""
 
 import json
 import re
@@ -20,21 +23,38 @@ TENSOR = "f32[2,4096]"
 
 
 def plan(lines: int = 30, size: float = GIB) -> Plan:
-    """Of a made-up step, in which each of so many lines keeps, multiplies and sends; later ones less."""
+    """Of a made-up step, in which each of so many lines keeps, multiplies and sends; later ones
+    less.
+    """
     held = [Held("", name, "weights", size / 2) for name in ("a", "b")]
-    held += [Held(f"train.py:{100 + i}", f"bf16[{i}]", "saved", size / (i + 1), 1e12) for i in range(lines)]
+    held += [
+        Held(f"train.py:{100 + i}", f"bf16[{i}]", "saved", size / (i + 1), 1e12)
+        for i in range(lines)
+    ]
     ops = []
     for i in range(lines):
         line, n = f"a_directory/with_a_name/that_is_long.py:{i + 1}", 4096 // (i + 1)
-        products = {"count": 8.0, "size": 2.0 * n**3, "traffic": 6.0 * n * n, "shape": (1, n, n, n), "dtype": "bf16"}
+        products = {
+            "count": 8.0,
+            "size": 2.0 * n**3,
+            "traffic": 6.0 * n * n,
+            "shape": (1, n, n, n),
+            "dtype": "bf16",
+        }
         for phase in ("forward", "backward"):
             ops.append(Operation("matmul", f"{n}×{n}×{n}", line, phase, **products, loop=1))
         ops.append(Operation("memory", f"bf16[{n}]", line, "forward", 8.0, traffic=2e6 * n, loop=1))
-        sent = {"axes": ("r",) if i % 2 else ("d",), "bytes": 1e6 * n, "timing": "waited" if i % 2 else "ahead"}
+        sent = {
+            "axes": ("r",) if i % 2 else ("d",),
+            "bytes": 1e6 * n,
+            "timing": "waited" if i % 2 else "ahead",
+        }
         sent |= {"traffic": 2e6 * n, "tensor": TENSOR}
         ops.append(Operation("collective", "all_gather", line, "forward", 8.0, **sent))
     return plan_of(
-        PlannedStep(ops, held, {"p": 1, "r": 8, "d": 8, "t": 1}, Facts(2**20, 4e10, "bf16", 8, 1)), H100, 1000
+        PlannedStep(ops, held, {"p": 1, "r": 8, "d": 8, "t": 1}, Facts(2**20, 4e10, "bf16", 8, 1)),
+        H100,
+        1000,
     )
 
 
@@ -44,7 +64,10 @@ H100 = chip_of("h100")
 def tables(text: str) -> list[list[float]]:
     """The first number of each row of each table."""
     _, *blocks = text.split("\n\n")
-    return [[float(line.split()[0].replace(",", "")) for line in block.splitlines()[2:]] for block in blocks]
+    return [
+        [float(line.split()[0].replace(",", "")) for line in block.splitlines()[2:]]
+        for block in blocks
+    ]
 
 
 @pytest.mark.quick
@@ -60,8 +83,15 @@ def test_the_rows_add_up_to_the_totals(lines):
     made = plan(lines)
     sizes, sent, done = tables(as_text(made, "ours"))
     assert len(done) == min(2 * lines, SHOWN + 1)
-    sums = {kind: 1e3 * sum(r.seconds for r in made.rows if (r.kind == "collective") == kind) for kind in (0, 1)}
-    for shown, total in ((sizes, sum(x.bytes for x in made.step.held) / GIB), (sent, sums[1]), (done, sums[0])):
+    sums = {
+        kind: 1e3 * sum(r.seconds for r in made.rows if (r.kind == "collective") == kind)
+        for kind in (0, 1)
+    }
+    for shown, total in (
+        (sizes, sum(x.bytes for x in made.step.held) / GIB),
+        (sent, sums[1]),
+        (done, sums[0]),
+    ):
         assert shown[:SHOWN] == sorted(shown[:SHOWN], reverse=True)
         assert sum(shown) == pytest.approx(total, rel=0.02)
 
@@ -89,7 +119,9 @@ def test_the_screen_is_80_columns_wide():
 @pytest.mark.quick
 def test_the_answer_says_what_does_not_fit():
     sizes = 1 + sum(1 / (i + 1) for i in range(30))
-    assert f"\nmemory  {sizes:.2f} GiB  of {H100.memory_bytes / GIB:.1f} GiB: fits\n" in as_text(plan(), "ours")
+    assert f"\nmemory  {sizes:.2f} GiB  of {H100.memory_bytes / GIB:.1f} GiB: fits\n" in as_text(
+        plan(), "ours"
+    )
     assert " of 990 TFLOP/s in bf16\n" in as_text(plan(), "ours")
     slow = plan()._replace(chip=chip_of("cpu"))
     assert " of 100 GFLOP/s in bf16\n" in as_text(slow, "ours")

@@ -24,9 +24,14 @@ def make_fork(monkeypatch, *_):
 
 
 @pytest.mark.parametrize("program", [init, make_fork])
-def test_a_full_disk_leaves_nothing_so_the_same_command_succeeds_later(monkeypatch, tmp_path, program):
+def test_a_full_disk_leaves_nothing_so_the_same_command_succeeds_later(
+    monkeypatch, tmp_path, program
+):
     monkeypatch.chdir(tmp_path)
-    with files_of_at_most(1000), pytest.raises(SystemExit, match=r"^Error: .*File too large.* Check the path"):
+    with (
+        files_of_at_most(1000),
+        pytest.raises(SystemExit, match=r"^Error: .*File too large.* Check the path"),
+    ):
         program(monkeypatch, ".")
     assert not list(tmp_path.iterdir())
     program(monkeypatch, ".")
@@ -37,7 +42,9 @@ def test_a_folder_with_a_repository_becomes_a_project(monkeypatch, tmp_path, cap
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
     init(monkeypatch, ".")
-    assert {".git", ".gitignore", "README.md", "my_model.py"} <= {path.name for path in tmp_path.iterdir()}
+    assert {".git", ".gitignore", "README.md", "my_model.py"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
     assert (tmp_path / "launch").is_dir()
     assert not (tmp_path / "launch").is_symlink()
     with pytest.raises(SystemExit, match="is not empty"):
@@ -56,7 +63,9 @@ def test_the_next_command_is_quoted(monkeypatch, tmp_path, capsys):
 def test_a_place_that_cannot_be_written_is_one_line(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file/project"):
-        with pytest.raises(SystemExit, match=f"^Error: Not a directory: {tmp_path}/file.*Check the path"):
+        with pytest.raises(
+            SystemExit, match=f"^Error: Not a directory: {tmp_path}/file.*Check the path"
+        ):
             init(monkeypatch, place)
     monkeypatch.setattr(fork, "FORK", tmp_path / "file/train.py")
     with pytest.raises(SystemExit, match=f"^Error: File exists: {tmp_path}/file. Check the path"):

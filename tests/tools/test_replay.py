@@ -1,4 +1,6 @@
-"""tools.replay: a step of a run again, equal to the bit; its documents; what makes a spike; how two runs differ."""
+"""tools.replay: a step of a run again, equal to the bit; its documents; what makes a spike; how two
+runs differ.
+"""
 
 import dataclasses
 import io
@@ -39,7 +41,9 @@ def dataset(tmp_path_factory) -> str:
 def run(directory, dataset, steps=10, **changes):
     c = tiny.config(tiny.model(layers=2), microbatches=2, eval_batches=0)
     c.data.filespec, c.mesh = dataset, MeshConfig(r=1, d=4, t=2)
-    c.training = dataclasses.replace(c.training, steps=steps, checkpoint_interval=4, keep_checkpoints=None)
+    c.training = dataclasses.replace(
+        c.training, steps=steps, checkpoint_interval=4, keep_checkpoints=None
+    )
     for name, value in changes.items():  # the seed is that of the data
         section = next(x for x in (c.optimizer, c.data, c.training, c.model) if hasattr(x, name))
         setattr(section, name, value)
@@ -76,7 +80,10 @@ def test_a_step_is_equal_to_the_bit(of_demo, step):
 def test_checkpoints_elsewhere_are_asked_for(tmp_path):
     """Without them the run would be done again from its first step."""
     (tmp_path / "config.yaml").write_text("paths: {checkpoints: /disk/a}\n")
-    with checkpoints_of(str(tmp_path)) as none, pytest.raises(ValueError, match=r"checkpoints are below '/disk/a'"):
+    with (
+        checkpoints_of(str(tmp_path)) as none,
+        pytest.raises(ValueError, match=r"checkpoints are below '/disk/a'"),
+    ):
         before(str(tmp_path), none, 3)
 
 
@@ -92,7 +99,11 @@ def test_the_result_is_json(tmp_path, monkeypatch):
     done = Done(np.float32("nan"), np.float32(2), True)
     monkeypatch.setattr(program, "replay", lambda config: plain(done))
     program.run(Settings(run="x", step=1, out=str(tmp_path / "x.json")))
-    assert json.loads((tmp_path / "x.json").read_text()) == {"loss": "NaN", "grad_norm": 2.0, "skipped": True}
+    assert json.loads((tmp_path / "x.json").read_text()) == {
+        "loss": "NaN",
+        "grad_norm": 2.0,
+        "skipped": True,
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
@@ -110,7 +121,10 @@ def test_statistics_leave_the_run_as_it_is(of_demo, tmp_path, dataset):
     without = run(tmp_path / "without", dataset)
     assert losses(without) == losses(of_demo)
     for name in ("weights/layers/w_up", "adam_nu/embed"):
-        arrays = [zarr.open_group(x / "checkpoints/0000000010", mode="r")[name][...] for x in (without, of_demo)]
+        arrays = [
+            zarr.open_group(x / "checkpoints/0000000010", mode="r")[name][...]
+            for x in (without, of_demo)
+        ]
         np.testing.assert_array_equal(*arrays)
 
 
@@ -121,7 +135,9 @@ def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset
     assert [x["loss"] for x in documents] == sorted((x["loss"] for x in documents), reverse=True)
     tokens = sum(x["tokens"] for x in documents)
     assert tokens == tiny.BATCH * tiny.LENGTH
-    assert sum(x["loss"] * x["tokens"] for x in documents) / tokens == pytest.approx(found["loss"], rel=1e-5)
+    assert sum(x["loss"] * x["tokens"] for x in documents) / tokens == pytest.approx(
+        found["loss"], rel=1e-5
+    )
     group = zarr.open_group(f"{dataset}/train", mode="r")
     starts = group["seq_starts"][...]
     for x in documents:
@@ -137,7 +153,7 @@ def test_what_cannot_be_replayed_is_refused(of_demo):
         replayed(of_demo.parent / "none", step=1)
 
 
-# ---- losses ---------------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 
 
 class TrainsDifferently(train.Llama):

@@ -29,7 +29,9 @@ MESHES = {
 def session_of(c, model=None, train=tiny.train):
     """What an Explainer asks of a Session."""
     model = model or load_model(c.model)
-    session = types.SimpleNamespace(config=c, model=model, step=3, placement=placement_of(c, model), arguments=())
+    session = types.SimpleNamespace(
+        config=c, model=model, step=3, placement=placement_of(c, model), arguments=()
+    )
     session.traced = trace_step(c, model, spec=train.SPEC)
     session.without_stages = lambda: StepWithoutStages(session.traced, session.placement)
     return session
@@ -69,7 +71,9 @@ def planted(value: float, layer: int | None):
     return change
 
 
-@pytest.mark.parametrize(("part", "value"), [("weights", np.nan), ("adam_mu", np.inf), ("adam_nu", np.nan)])
+@pytest.mark.parametrize(
+    ("part", "value"), [("weights", np.nan), ("adam_mu", np.inf), ("adam_nu", np.nan)]
+)
 def test_of_a_state_the_array_and_the_layer_are_named(explain, part, value):
     kind = "NaN" if np.isnan(value) else "an infinity"
     for name, layer in (("layers/w_o", 0), ("layers/mlp_norm", 1), ("unembed", None)):
@@ -83,7 +87,9 @@ NORM = 'y = shardops.einsum_unreduced("B/b L/c/t M, M -> B/b L/c/t M", unit_rms(
 
 
 def huge(array):
-    """All entries at the end of f32's range, with their signs: finite, and no product with them is."""
+    """All entries at the end of f32's range, with their signs: finite, and no product with them
+    is.
+    """
     array[...] = np.where(array < 0, -3e38, 3e38)
 
 
@@ -99,13 +105,19 @@ def test_outside_of_the_layers_there_is_no_layer(explain):
     first, *_ = explain("weights", "final_norm", huge)
     assert f"train.py:{line_of(NORM)}, rms_norm y, microbatch 0 (" in first
     first, *_ = explain("weights", "unembed", huge)
-    assert f"train.py:{line_of('logits = shardops.einsum_unreduced(')}, Llama.logits logits, microbatch 0 (" in first
+    assert (
+        f"train.py:{line_of('logits = shardops.einsum_unreduced(')}, Llama.logits logits, "
+        "microbatch 0 (" in first
+    )
 
 
 def test_a_division_by_zero_is_found_in_the_layer(explain):
     """Tokens whose embedding is 0: their norm divides by 0."""
     first, *_ = explain("weights", "embed", lambda array: array[1:].fill(0))
-    assert f"train.py:{line_of('return x32 * lax.rsqrt(jnp.mean(jnp.square(x32)')}, unit_rms, layer 0" in first
+    assert (
+        f"train.py:{line_of('return x32 * lax.rsqrt(jnp.mean(jnp.square(x32)')}, unit_rms, layer 0"
+        in first
+    )
 
 
 def test_a_step_that_is_finite_has_no_origin(explain):

@@ -1,4 +1,6 @@
-"""tools.report on metrics written by hand, whose figures are known: the table, the plots, several runs, Markdown."""
+"""tools.report on metrics written by hand, whose figures are known: the table, the plots, several
+runs, Markdown.
+"""
 
 import json
 import re
@@ -33,10 +35,14 @@ def config(**training) -> dict:
 
 
 def write_lines(directory: Path, lines: list[dict], tail: str = "") -> None:
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + tail
+    )
 
 
-def write(directory: Path, losses=(4.0, 3.0, 2.0, 1.0), seconds=0.5, events=(), tail="", **settings) -> Path:
+def write(
+    directory: Path, losses=(4.0, 3.0, 2.0, 1.0), seconds=0.5, events=(), tail="", **settings
+) -> Path:
     """A run of ten tokens a step; the first step has no time, as after any start."""
     directory.mkdir(parents=True)
     lines = []
@@ -68,7 +74,9 @@ def test_the_figures_are_those_of_the_metrics(tmp_path):
     known = {"loss": 1.0, "val": 1.5, "bits/byte": 0.75, "memory": 3 * 2**30, "idle": 0.25}
     assert r.values == figures | known
     assert (r.notes, r.total_steps, r.state, r.why) == ([], 4, "stopped", "SIGTERM")
-    resumed = write(tmp_path / "resumed", events=[END, BUBBLE], steps=9, tail='{"step": 5, "loss": 0.5}\n')
+    resumed = write(
+        tmp_path / "resumed", events=[END, BUBBLE], steps=9, tail='{"step": 5, "loss": 0.5}\n'
+    )
     assert read_run(resumed).state == "broke off"
 
 
@@ -107,7 +115,9 @@ def test_time_on_the_clock_is_that_of_all_starts_with_compiling(tmp_path):
     first = [{"step": 0, "unix_time": 100} | start, {"step": 0, "unix_time": 115} | compiled(12)]
     first += [{"step": n, "loss": 1.0, "tokens": n, "unix_time": 115 + n} for n in (1, 2)]
     second = [{"step": 2, "unix_time": 500} | start, {"step": 2, "unix_time": 505.5} | compiled(3)]
-    write_lines(tmp_path, first + second + [{"step": 3, "loss": 1.0, "tokens": 3, "unix_time": 507}])
+    write_lines(
+        tmp_path, first + second + [{"step": 3, "loss": 1.0, "tokens": 3, "unix_time": 507}]
+    )
     values = read_run(tmp_path).values
     assert (values["wall"], values["compile"], values["steps"]) == (17 + 7, 15, 3)
     text = printed(run=str(tmp_path), output=str(tmp_path / "o.html"))
@@ -122,7 +132,9 @@ def test_averages_against_a_loop():
     np.testing.assert_allclose(averaged(losses), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("sort", "order"), [("loss", "bca"), ("tokens/s", "acb"), ("time", "acb"), ("run", "abc")])
+@pytest.mark.parametrize(
+    ("sort", "order"), [("loss", "bca"), ("tokens/s", "acb"), ("time", "acb"), ("run", "abc")]
+)
 def test_sorted_best_first_and_unknown_last(tmp_path, sort, order):
     write(tmp_path / "a", [3.0] * 4, 0.1, learning_rate=0.1)
     write(tmp_path / "b", [1.0] * 4, 0.9, learning_rate=0.01)
@@ -132,11 +144,18 @@ def test_sorted_best_first_and_unknown_last(tmp_path, sort, order):
     assert "".join(r.directory.name for r in c.runs) == order + "d"
 
 
-@pytest.mark.parametrize(("nats", "first", "order"), [(2.0, "loss", "ba"), (3.0, "bits/byte", "ab")])
+@pytest.mark.parametrize(
+    ("nats", "first", "order"), [(2.0, "loss", "ba"), (3.0, "bits/byte", "ab")]
+)
 def test_runs_with_other_tokens_are_compared_by_bits(tmp_path, nats, first, order):
-    """Run a has more nats a token, and fewer bits a byte if its tokens are longer than those of b."""
+    """Run a has more nats a token, and fewer bits a byte if its tokens are longer than those
+    of b.
+    """
     for name, losses, loss in (("a", (4.0, 2.0), nats), ("b", (4.0, 1.0), 1.5)):
-        events = [VALIDATION | {"loss": loss, "bits_per_byte": 1.0 if name == "a" else 0.75 if nats == 2 else 1.5}]
+        events = [
+            VALIDATION
+            | {"loss": loss, "bits_per_byte": 1.0 if name == "a" else 0.75 if nats == 2 else 1.5}
+        ]
         write(tmp_path / name, losses=losses, events=events, steps=2 if name == "a" else 9)
     c = compared(tmp_path, None)
     assert c.metrics[0] == first
@@ -153,10 +172,16 @@ def test_runs_that_broke_off_are_compared_and_said(tmp_path):
     (tmp_path / "nothing").mkdir()
     (write(tmp_path / "without") / "config.yaml").unlink()
     text = printed(run=str(tmp_path), output=str(tmp_path / "out.html"))
-    runs = re.split(r"^ +\d+  ", text.partition("Runs in ")[2].partition("Report:")[0], flags=re.MULTILINE)
+    runs = re.split(
+        r"^ +\d+  ", text.partition("Runs in ")[2].partition("Report:")[0], flags=re.MULTILINE
+    )
     said = {run.split()[0].split("/")[-1]: run for run in runs[1:]}
     for name, notes in {
-        "half": ["unfinished: 3 of 1,000 steps", "1 unreadable line", "loss not finite at 1 step, first at step 2"],
+        "half": [
+            "unfinished: 3 of 1,000 steps",
+            "1 unreadable line",
+            "loss not finite at 1 step, first at step 2",
+        ],
         "empty": ["no step was logged"],
         "nothing": ["the run did not start"],
         "without": ["no config.yaml"],
@@ -180,11 +205,14 @@ def test_runs_by_directory_pattern_and_sweep(tmp_path):
     for name in ("sweep/a", "sweep/b", "single", "other"):
         write(tmp_path / name)
     (tmp_path / "sweep" / "multirun.yaml").touch()
-    for name, target in {"l1": "..", "l2": ".", "latest": "a"}.items():  # links to directories are not followed
+    for name, target in {"l1": "..", "l2": ".", "latest": "a"}.items():
+        # links to directories are not followed
         (tmp_path / "sweep" / name).symlink_to(target)
 
     def names(*patterns):
-        return [str(d.relative_to(tmp_path)) for d in find_runs([str(tmp_path / p) for p in patterns])]
+        return [
+            str(d.relative_to(tmp_path)) for d in find_runs([str(tmp_path / p) for p in patterns])
+        ]
 
     assert names("sweep", "single", "sweep/b") == ["sweep/a", "sweep/b", "single"]
     assert names("s*") == ["single", "sweep/a", "sweep/b"]
@@ -194,16 +222,23 @@ def test_runs_by_directory_pattern_and_sweep(tmp_path):
 
 def test_tasks_and_the_loss_of_the_average_are_drawn(tmp_path):
     """A failed task is a note, and no curve."""
-    events = [{"event": "evals", "cloze/accuracy": 0.5}, {"event": "evals", "failed": "demo: ValueError: no digit"}]
+    events = [
+        {"event": "evals", "cloze/accuracy": 0.5},
+        {"event": "evals", "failed": "demo: ValueError: no digit"},
+    ]
     write(tmp_path / "run", events=[*events, VALIDATION | {"average_loss": 1.25}])
     c = compared(tmp_path, "run")
     traces = {panel.title: panel.traces for panel in panels_of(c)}
     (drawn,) = traces["cloze/accuracy"]
     assert (list(drawn["y"]), list(drawn["meta"]["x"]["steps"])) == ([0.5], [4])
-    average = {trace["name"]: trace for trace in traces["Loss, nats a token"]}["validation of the average"]
+    average = {trace["name"]: trace for trace in traces["Loss, nats a token"]}[
+        "validation of the average"
+    ]
     assert list(average["y"]) == [1.25]
     assert not {"failed", "unix_time", "evals"} & traces.keys()
-    assert "evaluations of tasks failed: 1, the last: demo: ValueError: no digit" in c.only_run.notes
+    assert (
+        "evaluations of tasks failed: 1, the last: demo: ValueError: no digit" in c.only_run.notes
+    )
 
 
 def test_the_circle_of_a_validation_is_at_the_end_of_its_step(tmp_path):
@@ -234,10 +269,15 @@ def test_metrics_of_the_users_own_are_plotted(tmp_path):
 def test_the_learning_rate_is_drawn_as_it_is(tmp_path):
     steps = np.arange(1000)
     drawn = {
-        "learning_rate": np.float32(np.minimum((steps + 1) / 100, 0.5 + 0.5 * np.cos(np.pi * steps / 1000)) * 3e-4),
+        "learning_rate": np.float32(
+            np.minimum((steps + 1) / 100, 0.5 + 0.5 * np.cos(np.pi * steps / 1000)) * 3e-4
+        ),
         "loss": 3 + np.random.default_rng(0).normal(0, 0.1, 1000),
     }
-    write_lines(tmp_path, [{"step": int(i) + 1} | {name: float(x[i]) for name, x in drawn.items()} for i in steps])
+    write_lines(
+        tmp_path,
+        [{"step": int(i) + 1} | {name: float(x[i]) for name, x in drawn.items()} for i in steps],
+    )
     traces = {panel.title: panel.traces for panel in panels_of(compared(tmp_path))}
     (only,) = traces["Learning rate"]
     np.testing.assert_array_equal(only["y"], drawn["learning_rate"])
@@ -249,13 +289,23 @@ def test_the_learning_rate_is_drawn_as_it_is(tmp_path):
     [
         ({"sort": "speed"}, "sort is 'speed'; it must be one of loss, tokens/s"),
         ({"output": "x.txt"}, r"output is x.txt; its name must end in .html"),
-        ({"output": "{}/run/metrics.jsonl/x.html"}, r"x\.html cannot be written: .*\. Give output=<another file>"),
+        (
+            {"output": "{}/run/metrics.jsonl/x.html"},
+            r"x\.html cannot be written: .*\. Give output=<another file>",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path, settings, message):
     write(tmp_path / "run")
     with pytest.raises(ValueError, match=message):
-        show_report(Settings(**{key: value.format(tmp_path) for key, value in ({"run": "{}/run"} | settings).items()}))
+        show_report(
+            Settings(
+                **{
+                    key: value.format(tmp_path)
+                    for key, value in ({"run": "{}/run"} | settings).items()
+                }
+            )
+        )
 
 
 EVIL = "\x1b]0;owned\x07\u202e[bold]<script>alert(1)</script>\"'&"
@@ -276,7 +326,12 @@ def test_names_of_strangers_are_text_on_the_terminal(tmp_path):
 def test_no_word_is_broken_at_80_columns_and_each_figure_is_there(tmp_path):
     names = ("d_model", "n_layers", "d_ff", "n_kv")
     for i in range(12):
-        run = write(tmp_path / str(i), learning_rate=(i + 1) / 1000, t=i + 1, events=[MEMORY, VALIDATION, BUBBLE])
+        run = write(
+            tmp_path / str(i),
+            learning_rate=(i + 1) / 1000,
+            t=i + 1,
+            events=[MEMORY, VALIDATION, BUBBLE],
+        )
         saved = json.loads((run / "config.yaml").read_text())
         saved["model"] |= dict.fromkeys(names, 1024 * (i + 1))
         (run / "config.yaml").write_text(json.dumps(saved))
@@ -284,9 +339,15 @@ def test_no_word_is_broken_at_80_columns_and_each_figure_is_there(tmp_path):
     table, _, after = text.partition("loss: mean of the last steps")
     assert "time: of the steps" in after
     c = compared(tmp_path)
-    assert {*names, "learning_rate", "mesh.t", *c.metrics} == {*re.findall(r"[a-zA-Z/_.]{3,}", table)} - {"GiB"}
+    assert {*names, "learning_rate", "mesh.t", *c.metrics} == {
+        *re.findall(r"[a-zA-Z/_.]{3,}", table)
+    } - {"GiB"}
     assert max(map(len, table.splitlines())) <= 80
-    assert len(re.findall(r"^12  ", table, re.MULTILINE)) == len(re.findall(r"^#  ", table, re.MULTILINE)) > 1
+    assert (
+        len(re.findall(r"^12  ", table, re.MULTILINE))
+        == len(re.findall(r"^#  ", table, re.MULTILINE))
+        > 1
+    )
 
 
 def test_the_page_links_to_the_pages_of_the_runs(tmp_path):
@@ -300,15 +361,21 @@ def test_the_page_links_to_the_pages_of_the_runs(tmp_path):
 
 
 def test_the_last_start_in_the_log_has_the_provenance_though_the_clock_was_set_back(tmp_path):
-    run = write(tmp_path / "run", events=[{"step": at, "event": "start", "unix_time": 1} for at in (0, 2)])
+    run = write(
+        tmp_path / "run", events=[{"step": at, "event": "start", "unix_time": 1} for at in (0, 2)]
+    )
     for start, at in ((0, "2026-01-02"), (2, "2026-01-01")):
         (run / f"source/{start:010}").mkdir(parents=True)
-        (run / f"source/{start:010}/provenance.json").write_text(json.dumps({"started": at, "command": [start]}))
+        (run / f"source/{start:010}/provenance.json").write_text(
+            json.dumps({"started": at, "command": [start]})
+        )
     assert read_run(run).about["command"] == [2]
 
 
 def test_exports_are_noted_and_one_that_was_made_later_did_not_fail(tmp_path):
-    events = [{"step": n, "event": "export_failed", "why": "no space", "unix_time": 1} for n in (1, 2)]
+    events = [
+        {"step": n, "event": "export_failed", "why": "no space", "unix_time": 1} for n in (1, 2)
+    ]
     events += [{"step": n, "event": "export", "path": "exports", "unix_time": 2} for n in (2, 4)]
     notes = read_run(write(tmp_path / "run", events=events)).notes
     assert "exports: 2, the last after step 4" in notes

@@ -1,4 +1,6 @@
-"""The step by source line in the page of shardwright/tools/report: the table, what is damaged, and links."""
+"""The step by source line in the page of shardwright/tools/report: the table, what is damaged, and
+links.
+"""
 
 import json
 import os
@@ -44,7 +46,11 @@ def test_lines_have_their_time_and_what_they_do(run):
 
     # (1.2 + 0.08) s and 0.32 s of 8 devices and 2 steps; a fourth of the collective is exposed.
     def of_time(line):
-        return [*line["planned"], *line["measured"], *(line[name] for name in ("share", "collective", "exposed"))]
+        return [
+            *line["planned"],
+            *line["measured"],
+            *(line[name] for name in ("share", "collective", "exposed")),
+        ]
 
     assert of_time(matmul) == pytest.approx([100, 0, 80, 0, 0.8, 0, 0])
 
@@ -57,7 +63,13 @@ def test_lines_have_their_time_and_what_they_do(run):
     assert "<td>16.00</td><td>20.00</td><td>1.25</td><td>4.00</td><td>5.00</td>" in html(run)
     forward, backward = gather["operations"]
     # Of 8 devices, each sends 7/8 of the 16 KiB of each of both.
-    assert forward == ("28.0 KiB", "36.0 KiB", "3 × 12", "all-gather t d, not overlapped", "layers, forward")
+    assert forward == (
+        "28.0 KiB",
+        "36.0 KiB",
+        "3 × 12",
+        "all-gather t d, not overlapped",
+        "layers, forward",
+    )
     assert backward == ("", "2.00 KiB", "1", "reduce-scatter t, overlapped", "outside of loops")
     assert '(planned 28.0 KiB) <span class="quiet">layers, forward × 3 × 12</span>' in html(run)
     assert (moved["place"], moved["operations"], moved["measured"]) == ("train.py:30", [], None)
@@ -81,17 +93,27 @@ def test_the_newest_files_are_shown(run):
 def test_a_plan_with_less_of_an_operation_or_an_odd_mesh_is_shown(run):
     plan = json.loads((run / "plan.json").read_text()) | {"mesh": {"d": 0, "t": -2}}
     lacking = ("what", "axes", "bytes", "size")
-    plan["work"] = [{name: value for name, value in op.items() if name not in lacking} for op in plan["work"]]
+    plan["work"] = [
+        {name: value for name, value in op.items() if name not in lacking} for op in plan["work"]
+    ]
     (run / "plan.json").write_text(json.dumps(plan))
     found = shown(run)
     assert found["problems"] == []
-    assert [row["place"] for row in found["first"]] == ["~train.py:20", "train.py:10", "train.py:30"]
+    assert [row["place"] for row in found["first"]] == [
+        "~train.py:20",
+        "train.py:10",
+        "train.py:30",
+    ]
 
 
 def test_a_run_without_a_profile_is_sorted_by_its_plan_and_without_both_by_what_is_sent(run):
     (run / LINES).unlink()
     found = shown(run)
-    assert [row["place"] for row in found["first"]] == ["~train.py:20", "train.py:10", "train.py:30"]
+    assert [row["place"] for row in found["first"]] == [
+        "~train.py:20",
+        "train.py:10",
+        "train.py:30",
+    ]
     assert (found["planned"], found["measured"]) == (True, False)
     (run / "plan.json").unlink()
     found = shown(run)
@@ -105,7 +127,11 @@ def test_the_fifteen_that_take_longest_come_first(run):
     (run / LINES).write_text(json.dumps({"steps": 1, "devices": 1, "lines": lines}))
     found = shown(run)
     assert [row["place"] for row in found["first"]] == [f"m.py:{i}" for i in range(20, 5, -1)]
-    assert [row["place"] for row in found["rest"][-3:]] == ["~train.py:20", "train.py:10", "train.py:30"]
+    assert [row["place"] for row in found["rest"][-3:]] == [
+        "~train.py:20",
+        "train.py:10",
+        "train.py:30",
+    ]
 
 
 TIME = {"line": "a", "text": "", "seconds": 1, "share": 7, "collective": 0, "exposed": -1}
@@ -130,7 +156,8 @@ def test_odd_values_give_a_line_and_the_rest_of_the_page(run, name, changes, pro
 
 
 @pytest.mark.parametrize(
-    ("name", "damage"), [(f"{HLO}.json", "deep"), (LINES, "long"), (f"{HLO}.json", "pipe"), (LINES, "link")]
+    ("name", "damage"),
+    [(f"{HLO}.json", "deep"), (LINES, "long"), (f"{HLO}.json", "pipe"), (LINES, "link")],
 )
 def test_damaged_files_leave_the_rest_of_the_page(run, name, damage):
     content = (run / name).read_bytes()
@@ -149,5 +176,13 @@ def test_damaged_files_leave_the_rest_of_the_page(run, name, damage):
 
 
 def test_the_report_needs_no_jax():
-    code = "import sys, tools.report.__main__; print([m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib')])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = (
+        "import sys, tools.report.__main__; print([m for m in sys.modules if m.split('.')[0] in "
+        "('jax', 'jaxlib')])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )

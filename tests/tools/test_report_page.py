@@ -1,4 +1,6 @@
-"""The page of tools.report: what it says of a run, whole, damaged or a stranger's; and how it looks, in Chromium."""
+"""The page of tools.report: what it says of a run, whole, damaged or a stranger's; and how it
+looks, in Chromium.
+"""
 
 import json
 import math
@@ -26,7 +28,9 @@ def report(*directories: Path) -> Comparison:
 
 def write_page(*directories: Path, output: Path | None = None) -> Path:
     with open(os.devnull, "w") as nothing:
-        given = Settings(run=[str(directory) for directory in directories], output=output and str(output))
+        given = Settings(
+            run=[str(directory) for directory in directories], output=output and str(output)
+        )
         show_report(given, Console(file=nothing, width=100))
     return output or directories[0] / "report.html"
 
@@ -54,7 +58,7 @@ class Reader(HTMLParser):
         return " ".join(self.words.split())
 
 
-# ---- what it says -------------------------------------------------------------------------------------------------
+# ---- what it says --------------------------------------------------------------------------------
 
 
 def test_the_head_has_the_key_figures(tmp_path):
@@ -63,7 +67,9 @@ def test_the_head_has_the_key_figures(tmp_path):
     assert (shown["title"], shown["run"].why, shown["running"]) == ("run", "SIGTERM", False)
     assert shown["progress"] == 200 / 250
     found = {name: value for name, value, _ in shown["figures"]}
-    validations = [line for line in (run / "metrics.jsonl").read_text().splitlines() if "validation" in line]
+    validations = [
+        line for line in (run / "metrics.jsonl").read_text().splitlines() if "validation" in line
+    ]
     assert found == {
         "loss": found["loss"],
         "val": f"{json.loads(validations[-1])['loss']:.3f}",
@@ -85,9 +91,11 @@ def test_the_head_has_the_key_figures(tmp_path):
         ({"state": "failed", "why": "OSError: no"}, None, 2, "failed"),
         ({"state": "stopped"}, {"pid": os.getpid(), "host": os.uname().nodename}, 2, "stopped"),
         ({"state": "<b>"}, None, 2, "unknown"),
-        (None, {"pid": os.getpid(), "host": os.uname().nodename}, 4, "running"),  # it saves and validates
+        # it saves and validates
+        (None, {"pid": os.getpid(), "host": os.uname().nodename}, 4, "running"),
         (None, {"pid": 1, "host": "another"}, 2, "running"),
-        (None, {"pid": 2**22 + 1, "host": os.uname().nodename}, 2, "broke off"),  # a larger one than Linux gives
+        # a larger one than Linux gives
+        (None, {"pid": 2**22 + 1, "host": os.uname().nodename}, 2, "broke off"),
         (None, {"pid": [], "host": os.uname().nodename}, 2, "broke off"),
         (None, None, 2, "broke off"),
         (None, None, 0, "not begun"),
@@ -95,7 +103,9 @@ def test_the_head_has_the_key_figures(tmp_path):
 )
 def test_the_state_of_a_run(tmp_path, end, lock, steps, state):
     lines = [{"step": step, "loss": 1.0, "tokens": 1} for step in range(1, steps + 1)]
-    write_lines(tmp_path / "metrics.jsonl", lines + ([{"step": steps, "event": "end"} | end] if end else []))
+    write_lines(
+        tmp_path / "metrics.jsonl", lines + ([{"step": steps, "event": "end"} | end] if end else [])
+    )
     (tmp_path / "config.yaml").write_text("training: {steps: 4}")
     if lock:
         (tmp_path / ".lock").write_text(json.dumps(lock))
@@ -105,7 +115,9 @@ def test_the_state_of_a_run(tmp_path, end, lock, steps, state):
 def test_the_plots_of_a_run_alone(tmp_path):
     c = report(write_run(tmp_path / "run"))
     loss, norm, *others = panels_of(c)
-    assert [panel.title for panel in others] == [*("Learning rate", "Tokens/s", "noise", "pair", "stream")]
+    assert [panel.title for panel in others] == [
+        *("Learning rate", "Tokens/s", "noise", "pair", "stream")
+    ]
     by_name = {trace["name"]: trace for trace in loss.traces}
     assert [*by_name] == ["each step", "average", "validation"]
     assert [*by_name["validation"]["meta"]["x"]["steps"]] == [50, 100, 150, 200]
@@ -119,7 +131,9 @@ def test_the_last_look_of_the_microscope_is_tables(tmp_path):
     found = microscope(read_run(write_run(tmp_path / "run")))
     assert (found["step"], found["count"]) == (101, 2)
     activations, weights = found["tables"]
-    assert activations.rows == [["Llama.layer gate train.py:159", "1.5\xa0– 4.5", "8", "0%", "0%", "0%\xa0– 50%"]]
+    assert activations.rows == [
+        ["Llama.layer gate train.py:159", "1.5\xa0– 4.5", "8", "0%", "0%", "0%\xa0– 50%"]
+    ]
     assert weights.rows == [["embed", "0.125", "2", "0.0625", "0.00248", "inf", "0.3%"]]
 
 
@@ -142,7 +156,9 @@ def test_a_strange_look_is_shown_as_far_as_it_is_known(tmp_path, event):
 def test_settings_that_were_chosen_come_first(tmp_path):
     shown = settings(read_run(write_run(tmp_path / "run", rate=0.03)))
     chosen, defaults = shown["groups"].values()
-    assert {("optimizer.learning_rate", "0.03", ""), ("optimizer.warmup_steps", "1", "100")} <= {*chosen}
+    assert {("optimizer.learning_rate", "0.03", ""), ("optimizer.warmup_steps", "1", "100")} <= {
+        *chosen
+    }
     assert [name for name, *_ in defaults] == ["model.module", "training.seed"]
 
 
@@ -155,22 +171,36 @@ def test_samples_and_provenance(tmp_path):
     assert first["rows"][-1] == (200, "It is a truth 200\nand more", True)
     text = Reader(write_page(tmp_path / "run")).text
     command = "python -m train --config-name=tiny optimizer.learning_rate=0.01"
-    for made in (command, "2026-01-01T01:00:00Z", "0123456789abcdef", "3.13.0", "0.12.0", "1000000", "{'d': 8}"):
+    for made in (
+        command,
+        "2026-01-01T01:00:00Z",
+        "0123456789abcdef",
+        "3.13.0",
+        "0.12.0",
+        "1000000",
+        "{'d': 8}",
+    ):
         assert made in text
     assert "Started after 0, 100 steps." in text
 
 
-# ---- what is damaged, or a stranger's -----------------------------------------------------------------------------
+# ---- what is damaged, or a stranger's ------------------------------------------------------------
 
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "source/0000000100/provenance.json")
 
 
-@pytest.mark.parametrize("damage", ["missing", "binary", "json", "directory", "pipe", "link to nothing"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "binary", "json", "directory", "pipe", "link to nothing"]
+)
 @pytest.mark.parametrize("names", [LOGS, ["config.yaml"]], ids=["logs", "config"])
 def test_damaged_files_leave_the_rest_of_the_page(tmp_path, names, damage):
     run = write_run(tmp_path / "run")
-    odd = b'[1]\n{"step": []}\n{"step": 1e400}\n{"step": 3, "event": {}}\n"x"\n' + b"[" * 10**5 + b"\n"
+    odd = (
+        b'[1]\n{"step": []}\n{"step": 1e400}\n{"step": 3, "event": {}}\n"x"\n'
+        + b"[" * 10**5
+        + b"\n"
+    )
     for name in names:
         path = run / name
         path.unlink()
@@ -188,7 +218,9 @@ def test_damaged_files_leave_the_rest_of_the_page(tmp_path, names, damage):
     if "config.yaml" in names:
         assert "config.yaml is missing or cannot be read" in page.text
     else:
-        assert "metrics.jsonl" in page.text.partition("Settings")[0], "the head says what is missing"
+        assert "metrics.jsonl" in page.text.partition("Settings")[0], (
+            "the head says what is missing"
+        )
 
 
 def test_no_text_of_a_plot_ends_its_script():
@@ -197,7 +229,9 @@ def test_no_text_of_a_plot_ends_its_script():
 
 
 def test_what_json_lacks_is_null_in_a_plot():
-    panel = Panel("", traces=[{"name": "", "x": np.array([1.0, np.nan]), "y": [math.inf, 0.1234567891234]}])
+    panel = Panel(
+        "", traces=[{"name": "", "x": np.array([1.0, np.nan]), "y": [math.inf, 0.1234567891234]}]
+    )
     data = json.loads(as_json(panel.figure), parse_constant=pytest.fail)["data"]
     assert data == [{"name": "", "x": [1, None], "y": [None, 0.123457]}]
 
@@ -220,7 +254,9 @@ def test_a_strangers_run_is_text(tmp_path):
     run = write_step(write_run(tmp_path / f"run{EVIL}".replace("/", "")))
     for name in ("metrics.jsonl", "samples.jsonl"):
         lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
-        write_lines(run / name, [evil(line) for line in lines] + [{"step": 3, "event": EVIL, "why": EVIL}])
+        write_lines(
+            run / name, [evil(line) for line in lines] + [{"step": 3, "event": EVIL, "why": EVIL}]
+        )
     (table,) = run.glob("training_step*.json")
     for path in (
         run / "config.yaml",
@@ -233,13 +269,25 @@ def test_a_strangers_run_is_text(tmp_path):
     plain = [write_step(write_run(tmp_path / name)) for name in "ab"]
     for others in ([], plain[:1]):
         page = write_page(run, *others, output=tmp_path / "evil.html")
-        read, expected = Reader(page), Reader(write_page(plain[1], *others, output=tmp_path / "plain.html"))
+        read, expected = (
+            Reader(page),
+            Reader(write_page(plain[1], *others, output=tmp_path / "plain.html")),
+        )
 
         def kinds(reader):
             return {(tag, name) for tag, attributes in reader.elements for name in attributes}
 
-        assert kinds(read) - kinds(expected) <= {("td", "class"), ("th", "title"), ("details", "open")}
-        assert {tag for tag, _ in read.elements} - {tag for tag, _ in expected.elements} <= {"ul", "li", "thead", "th"}
+        assert kinds(read) - kinds(expected) <= {
+            ("td", "class"),
+            ("th", "title"),
+            ("details", "open"),
+        }
+        assert {tag for tag, _ in read.elements} - {tag for tag, _ in expected.elements} <= {
+            "ul",
+            "li",
+            "thead",
+            "th",
+        }
         assert not set("\x1b\x07\u202e") & set(page.read_text())
         assert SHOWN.replace("/", "") in read.text
         assert others or read.text.count(SHOWN) > 20
@@ -248,14 +296,19 @@ def test_a_strangers_run_is_text(tmp_path):
 @pytest.mark.long
 def test_too_much_is_cut(tmp_path):
     run = write_run(tmp_path / "run")
-    write_lines(run / "samples.jsonl", [{"step": i, "prompt": str(i), "text": "x" * 10**5} for i in range(100)])
+    write_lines(
+        run / "samples.jsonl",
+        [{"step": i, "prompt": str(i), "text": "x" * 10**5} for i in range(100)],
+    )
     lines = [{"step": i, "loss": 1.0} for i in range(1, 4)]
-    write_lines(run / "metrics.jsonl", lines + [{"step": 1, "event": "e", "why": "y" * 10**5}] * 500)
+    write_lines(
+        run / "metrics.jsonl", lines + [{"step": 1, "event": "e", "why": "y" * 10**5}] * 500
+    )
     page = write_page(run)
     assert page.stat().st_size < 8e6
 
 
-# ---- how it looks -------------------------------------------------------------------------------------------------
+# ---- how it looks --------------------------------------------------------------------------------
 
 
 def test_the_page_is_whole_and_fetches_nothing(tmp_path):
@@ -265,7 +318,9 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path):
     assert not [tag for tag, attributes in read.elements if "src" in attributes]
     links = [attributes["href"] for tag, attributes in read.elements if tag == "a"]
     assert {link for link in links if ":" in link or link.startswith("/")} == set()
-    assert {f"#{section.name}" for section in SECTIONS if section.name not in ("runs", "pairs")} <= set(links)
+    assert {
+        f"#{section.name}" for section in SECTIONS if section.name not in ("runs", "pairs")
+    } <= set(links)
     assert "default-src 'none'" in page.read_text()[:1000]
     assert not [*page.parent.glob("*.tmp")]
     assert page.stat().st_size < 1.5e6
@@ -299,7 +354,9 @@ def pages(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("which", "width", "scheme"), [("alone", 1280, "light"), ("several", 700, "dark")])
+@pytest.mark.parametrize(
+    ("which", "width", "scheme"), [("alone", 1280, "light"), ("several", 700, "dark")]
+)
 def test_the_page_in_a_browser(pages, which, width, scheme):
     ask = f"return [{DRAWN}, {GAPS}, {CONTRAST}, innerWidth, document.documentElement.scrollWidth]"
     drawn, gaps, contrast, inner, whole = seen(pages[which], ask, width=width, scheme=scheme)
@@ -314,8 +371,13 @@ def test_the_page_in_a_browser(pages, which, width, scheme):
 
 @pytest.mark.long
 def test_plots_follow_clicks_and_each_other(pages):
-    ranges = "plots.filter(x => x.dataset.x === 'steps').map(x => x.layout.xaxis.range.map(Math.round).join())"
-    visible = "plots.map(x => x.data.filter(t => t.visible !== false && t.legendgroup === '1').length)"
+    ranges = (
+        "plots.filter(x => x.dataset.x === 'steps').map(x => "
+        "x.layout.xaxis.range.map(Math.round).join())"
+    )
+    visible = (
+        "plots.map(x => x.data.filter(t => t.visible !== false && t.legendgroup === '1').length)"
+    )
     ends = "plots.map(x => [x.layout.xaxis.title.text, ...x.data.map(t => [...t.x].pop())])"
     near, before, hidden, tokens = seen(
         pages["several"],

@@ -1,4 +1,6 @@
-"""tools.report of two groups of runs, paired by seed. scipy's tests and simulated differences are the oracle."""
+"""tools.report of two groups of runs, paired by seed. scipy's tests and simulated differences are
+the oracle.
+"""
 
 import json
 
@@ -7,14 +9,26 @@ import pytest
 from rich.console import Console
 
 from shardwright.tools.report.__main__ import Settings, show_report
-from shardwright.tools.report.pairs import CONFIDENCE, POWER, Pairs, interval, needed, pairs_of, power
+from shardwright.tools.report.pairs import (
+    CONFIDENCE,
+    POWER,
+    Pairs,
+    interval,
+    needed,
+    pairs_of,
+    power,
+)
 from shardwright.tools.report.reading import differing_names, read_run
 
 
 def write(directory, seed, loss, state="finished", val=None, data_seed=0):
     directory.mkdir(parents=True)
     lines = [{"step": 1, "loss": loss, "tokens": 8, "unix_time": 1.0}]
-    lines += [{"step": 1, "event": "validation", "loss": val, "unix_time": 1.0}] if val is not None else []
+    lines += (
+        [{"step": 1, "event": "validation", "loss": val, "unix_time": 1.0}]
+        if val is not None
+        else []
+    )
     lines += [{"step": 1, "event": "end", "state": state}] if state else []
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = {"training": {"seed": seed, "steps": 1}, "data": {"seed": data_seed}}
@@ -24,7 +38,8 @@ def write(directory, seed, loss, state="finished", val=None, data_seed=0):
 
 def groups(tmp_path, a, b):
     return [
-        [write(tmp_path / f"{name}{i}", i, x) for i, x in enumerate(losses)] for name, losses in (("a", a), ("b", b))
+        [write(tmp_path / f"{name}{i}", i, x) for i, x in enumerate(losses)]
+        for name, losses in (("a", a), ("b", b))
     ]
 
 
@@ -56,9 +71,16 @@ def test_the_last_validation_counts_where_all_runs_have_one(tmp_path, metric, va
 def test_validations_of_other_steps_are_not_compared(tmp_path):
     """One run was not validated at its end."""
     a, b = ([write(tmp_path / f"{name}{i}", i, 3.0) for i in range(2)] for name in "ab")
-    losses = {"a0": {10: 2.5, 20: 2.0}, "a1": {10: 2.5, 20: 2.0}, "b0": {10: 2.4, 20: 1.9}, "b1": {10: 2.4}}
+    losses = {
+        "a0": {10: 2.5, 20: 2.0},
+        "a1": {10: 2.5, 20: 2.0},
+        "b0": {10: 2.4, 20: 1.9},
+        "b1": {10: 2.4},
+    }
     for run in (*a, *b):
-        lines = [{"step": s, "loss": 3.0, "tokens": 8 * s, "unix_time": 1.0 * s} for s in range(1, 21)]
+        lines = [
+            {"step": s, "loss": 3.0, "tokens": 8 * s, "unix_time": 1.0 * s} for s in range(1, 21)
+        ]
         found = losses[run.directory.name].items()
         at = {"event": "validation", "unix_time": 30.0}
         lines += [at | {"step": s, "loss": loss} for s, loss in found]
@@ -77,7 +99,12 @@ def test_validations_of_other_steps_are_not_compared(tmp_path):
 def test_a_validation_before_one_that_failed_does_not_count(tmp_path):
     a, b = ([write(tmp_path / f"{name}{i}", i, 3.0, val=2.5) for i in range(2)] for name in "ab")
     with (b[1].directory / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 1, "event": "validation_failed", "why": "no text", "unix_time": 1.0}) + "\n")
+        file.write(
+            json.dumps(
+                {"step": 1, "event": "validation_failed", "why": "no text", "unix_time": 1.0}
+            )
+            + "\n"
+        )
     assert pairs_of(("a", "b"), (a, [b[0], read_run(b[1].directory)])).metric == "loss"
 
 
@@ -120,7 +147,9 @@ def test_what_cannot_be_paired_says_why(tmp_path):
     a, b = groups(tmp_path, [3.0, 3.1], [3.0, 3.2])
     again = write(tmp_path / "again", 1, 3.0)
     assert "both have training.seed=1, data.seed=0" in pairs_of(("a", "b"), ([*a, again], b))
-    assert f"there are 1.\n  {b[1].directory} is left out: it has no partner." in pairs_of(("a", "b"), (a[:1], b))
+    assert f"there are 1.\n  {b[1].directory} is left out: it has no partner." in pairs_of(
+        ("a", "b"), (a[:1], b)
+    )
 
 
 def printed(width: int = 80, **settings) -> str:
@@ -160,7 +189,7 @@ def test_settings_in_which_pairs_differ_are_named(tmp_path):
     assert f"  WARNING: losses of different text can't be compared: {text}." in lines
 
 
-# ---- source -------------------------------------------------------------------------------------------------------
+# ---- source --------------------------------------------------------------------------------------
 
 
 def with_source(run, **files):
@@ -183,15 +212,24 @@ def with_source(run, **files):
 def test_another_file_is_a_difference(tmp_path, a, b, differs):
     """In the pair and in the table, which shows a part of each hash."""
     runs = groups(tmp_path, [3.0, 3.1], [3.0, 3.2])
-    both = [[with_source(run, **files) for run in group] for group, files in zip(runs, (a, b), strict=True)]
+    both = [
+        [with_source(run, **files) for run in group]
+        for group, files in zip(runs, (a, b), strict=True)
+    ]
     lines = pairs_of(("a*", "b*"), both).lines()
-    assert (f"  They differ in {differs}." if differs else "  They have the same settings.") in lines
-    text = printed(run=[str(tmp_path / "a*"), str(tmp_path / "b*")], output=str(tmp_path / "page.html"), width=200)
+    assert (
+        f"  They differ in {differs}." if differs else "  They have the same settings."
+    ) in lines
+    text = printed(
+        run=[str(tmp_path / "a*"), str(tmp_path / "b*")],
+        output=str(tmp_path / "page.html"),
+        width=200,
+    )
     page = (tmp_path / "page.html").read_text()
     for shown in (text.partition("Runs in")[0], page):
-        assert [name for name in ("file mine.py", "file more.py", "file train.py") if name in shown] == (
-            [differs] if differs else []
-        )
+        assert [
+            name for name in ("file mine.py", "file more.py", "file train.py") if name in shown
+        ] == ([differs] if differs else [])
     assert "nnnnnnn" in page if differs else "nnnnnnn" not in page
 
 

@@ -59,7 +59,9 @@ def test_a_damaged_plan_is_said(run):
 
 
 def test_strange_numbers_are_shown_or_left_out(run):
-    plan = dict.fromkeys(("seconds", "seconds_low", "seconds_high", "tokens_per_second", "mfu", "peak_bytes"), "@")
+    plan = dict.fromkeys(
+        ("seconds", "seconds_low", "seconds_high", "tokens_per_second", "mfu", "peak_bytes"), "@"
+    )
     row = '{"line": "m.py:1", "kind": "collective", "seconds": @, "exposed": @}'
     plain = json.dumps(plan).replace('"@"', "@").replace("}", f', "work": [{row}]}}')
     for number in ("-1e999", f"1{'0' * 400}", "0", '"x"', "5e-324"):

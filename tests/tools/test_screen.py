@@ -16,8 +16,12 @@ ROOT = Path(__file__).parents[2]
 
 def test_columns_are_aligned_by_what_letters_take():
     console = Console(file=io.StringIO(), width=80)
-    print_table(console, ["", "loss", "text"], [["東京", "1.5", "a  b"], ["x", "12.25", "c"]], "Title")
-    assert console.file.getvalue() == "Title\n       loss  text\n東京    1.5  a  b\nx     12.25  c\n"
+    print_table(
+        console, ["", "loss", "text"], [["東京", "1.5", "a  b"], ["x", "12.25", "c"]], "Title"
+    )
+    assert (
+        console.file.getvalue() == "Title\n       loss  text\n東京    1.5  a  b\nx     12.25  c\n"
+    )
 
 
 @pytest.mark.quick
@@ -29,16 +33,23 @@ def test_lines_of_a_run_that_cannot_be_printed_end_nothing(tmp_path):
         "prepare()\n"
         "for _ in range(9): say('x → é', flush=True)"
     )
-    command, env = [sys.executable, "-c", code], os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    command, env = (
+        [sys.executable, "-c", code],
+        os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)},
+    )
 
     def run(**files):
-        return subprocess.run(command, env=env, text=True, stderr=subprocess.PIPE, timeout=60, **files)
+        return subprocess.run(
+            command, env=env, text=True, stderr=subprocess.PIPE, timeout=60, **files
+        )
 
     assert (done := run(stdout=subprocess.PIPE)).stdout == "x ? ?\n" * 9, done.stderr
     with open("/dev/full", "w") as full:
         done = run(stdout=full)
     assert done.returncode == 0
-    assert done.stderr == "WARNING: stdout is lost: No space left on device. The program continues.\n"
+    assert (
+        done.stderr == "WARNING: stdout is lost: No space left on device. The program continues.\n"
+    )
 
 
 @pytest.mark.long

@@ -1,4 +1,6 @@
-"""A run that was ended at any moment goes on with the same command, and ends with the bytes of one that was not."""
+"""A run that was ended at any moment goes on with the same command, and ends with the bytes of one
+that was not.
+"""
 
 import contextlib
 import gzip
@@ -28,7 +30,7 @@ from tests.support.tokenization import config, driver, random_texts, small, tree
 __all__ = ["small"]
 
 
-# ---- crashes ------------------------------------------------------------------------------------------------------
+# ---- crashes -------------------------------------------------------------------------------------
 
 
 class Store:
@@ -75,10 +77,16 @@ def crash_at(patch, left):
 
         return called
 
-    for of, name in [(Writer, "save"), (Writer, "append_encoded"), (writer.GrowingArray, "_write_file")]:
+    for of, name in [
+        (Writer, "save"),
+        (Writer, "append_encoded"),
+        (writer.GrowingArray, "_write_file"),
+    ]:
         patch.setattr(of, name, counted(getattr(of, name)))
     for of in (writer, flat_tokens):
-        patch.setattr(of, "open_kvstore", lambda *given, opens=of.open_kvstore: Store(opens(*given), counted))
+        patch.setattr(
+            of, "open_kvstore", lambda *given, opens=of.open_kvstore: Store(opens(*given), counted)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +107,8 @@ def wholes(tmp_path_factory):
 
 def source_of(kind, directory):
     """A source of random texts: its files and other settings."""
-    path, texts = directory / f"a.{kind}", ["\U0010ffff", *random_texts(60)]  # the largest id comes first
+    # the largest id comes first
+    path, texts = directory / f"a.{kind}", ["\U0010ffff", *random_texts(60)]
     if kind == "parquet":
         pyarrow = pytest.importorskip("pyarrow")
         parquet = pytest.importorskip("pyarrow.parquet")
@@ -127,7 +136,9 @@ def test_wherever_it_crashes_it_ends_with_the_bytes_of_an_unbroken_run(small, wh
     numbers = itertools.count()
 
     @hypothesis.settings(max_examples=25, deadline=None, database=None, derandomize=True)
-    @hypothesis.given(some.sampled_from(KINDS), some.sampled_from([None, 700]), some.lists(some.integers(1, 250)))
+    @hypothesis.given(
+        some.sampled_from(KINDS), some.sampled_from([None, 700]), some.lists(some.integers(1, 250))
+    )
     def crashes(kind, most, points):
         files, options, expected = wholes(kind, most)
         out = tmp_path / str(next(numbers))
@@ -136,7 +147,9 @@ def test_wherever_it_crashes_it_ends_with_the_bytes_of_an_unbroken_run(small, wh
             with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Crashed):
                 crash_at(patch, point)
                 tool.run(config(out, files, **options))
-            assert {path: path.stat().st_mtime_ns for path in whole} == whole, "a whole split is not written again"
+            assert {path: path.stat().st_mtime_ns for path in whole} == whole, (
+                "a whole split is not written again"
+            )
             for split in ("train", "validation"):
                 if (out / split / "zarr.json").exists():
                     assert tree(out / split) == below(expected, split), "what readers see is whole"
@@ -160,7 +173,11 @@ def test_each_start_goes_on_where_the_last_one_was(small, wholes, tmp_path):
 
 
 def below(files, split):
-    return {path.removeprefix(f"{split}/"): x for path, x in files.items() if path.startswith(f"{split}/")}
+    return {
+        path.removeprefix(f"{split}/"): x
+        for path, x in files.items()
+        if path.startswith(f"{split}/")
+    }
 
 
 @pytest.mark.slow
@@ -170,11 +187,17 @@ def test_killed_processes(tmp_path, small):
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(400))
     tool.run(config(tmp_path / "unbroken", [source], validation_max_documents=20))
     command, env = driver(tmp_path, 0.02)
-    settings = [f"train.files=[{source}]", f"validation.files=[{source}]", "validation.max_documents=20"]
+    settings = [
+        f"train.files=[{source}]",
+        f"validation.files=[{source}]",
+        "validation.max_documents=20",
+    ]
     out = tmp_path / "killed"
     run = [*command, f"out={out}", *settings, "tokenizer.end_token='</s>'", "num_workers=2"]
     for _ in range(4):
-        with subprocess.Popen(run, env=env, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True) as p:
+        with subprocess.Popen(
+            run, env=env, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True
+        ) as p:
             while p.poll() is None and not (out / "unfinished_train.npz").exists():
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 0.5))
@@ -223,7 +246,9 @@ def test_other_settings_and_a_changed_source_are_refused(tmp_path, small, monkey
         ([source], {"validation_skip_documents": 1}, "validation.skip_documents was 0, is 1"),
         ([source, other], {}, r"train.files was \[.*a.jsonl'\], is \[.*b.jsonl'\]"),
     ):
-        with pytest.raises(ValueError, match=f"started with other settings: {message}. Give the same"):
+        with pytest.raises(
+            ValueError, match=f"started with other settings: {message}. Give the same"
+        ):
             tool.run(config(tmp_path / "d", files, **change))
         assert tree(tmp_path / "d") == before
     shutil.copytree(tmp_path / "d", tmp_path / "e")
@@ -233,7 +258,9 @@ def test_other_settings_and_a_changed_source_are_refused(tmp_path, small, monkey
     assert tree(tmp_path / "d") == tree(tmp_path / "unbroken")
     with open(source, "a") as file:
         file.write('{"text": "one more"}\n')
-    with pytest.raises(ValueError, match=r"train.files found was .*a.jsonl, \d+ bytes of .*, is .*, \d+ bytes"):
+    with pytest.raises(
+        ValueError, match=r"train.files found was .*a.jsonl, \d+ bytes of .*, is .*, \d+ bytes"
+    ):
         tool.run(config(tmp_path / "e", [source]))
     tool.run(config(tmp_path / "e", [source], overwrite=True))
     tool.run(config(tmp_path / "new", [source]))
@@ -247,7 +274,9 @@ def test_another_tokenizer_of_the_same_name_is_refused(tmp_path, small, monkeypa
     tokenizer = TokenizerConfig(kind="huggingface", name=str(path))
     source = stopped(tmp_path, monkeypatch, tokenizer=tokenizer)
     path.write_text(definitions.train_bpe(random_texts(60), 275))
-    with pytest.raises(ValueError, match=r"other settings: tokenizer.json was [0-9a-f]{64}, is [0-9a-f]{64}"):
+    with pytest.raises(
+        ValueError, match=r"other settings: tokenizer.json was [0-9a-f]{64}, is [0-9a-f]{64}"
+    ):
         tool.run(config(tmp_path / "d", [source], tokenizer=tokenizer))
 
 
@@ -269,28 +298,35 @@ def test_a_finished_dataset_is_not_written_again(tmp_path, small, capsys):
 def test_two_processes_do_not_write_one_dataset(tmp_path, small):
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(6))
     message = r"Another process is writing .*d\. Wait for it or end it"
-    with work_on(str(tmp_path / "d"), {}, [], overwrite=False), pytest.raises(ValueError, match=message):
+    with (
+        work_on(str(tmp_path / "d"), {}, [], overwrite=False),
+        pytest.raises(ValueError, match=message),
+    ):
         tool.run(config(tmp_path / "d", [source]))
     tool.run(config(tmp_path / "d", [source]))
 
 
 @pytest.mark.long
 def test_a_late_error_can_be_gone_on_from(tmp_path, small):
-    """A full disk, made of a limit on the size of files, is named; with room again the same command goes on."""
+    """A full disk, made of a limit on the size of files, is named; with room again the same command
+    goes on.
+    """
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
     tool.run(config(tmp_path / "unbroken", [source]))
     command, env = driver(tmp_path, 0)
     run = [*command, f"out={tmp_path}/d", f"train.files=[{source}]", f"validation.files=[{source}]"]
     run += ["tokenizer.end_token='</s>'", "num_workers=1"]
     limit = f"ulimit -f 2; exec {shlex.join(run)}"
-    result = subprocess.run(["bash", "-c", limit], env=env, cwd=tmp_path, capture_output=True, text=True)
+    result = subprocess.run(
+        ["bash", "-c", limit], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
     assert result.returncode != 0
     assert "File too large" in result.stderr
     subprocess.run(run, env=env, cwd=tmp_path, check=True)
     assert tree(tmp_path / "d") == tree(tmp_path / "unbroken")
 
 
-# ---- processes ----------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 
 def square(x):
@@ -306,7 +342,11 @@ def square(x):
     ("last", "message"),
     [
         (1000, "1000 is too much"),
-        pytest.param(2000, "One of 2 processes was killed, maybe because memory ran out", marks=pytest.mark.long),
+        pytest.param(
+            2000,
+            "One of 2 processes was killed, maybe because memory ran out",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_results_are_in_order_few_are_held_and_errors_are_raised(last, message):

@@ -1,4 +1,6 @@
-"""Files of strangers, read by each tool: what is no file, is too long, too deep or of another type gets one line."""
+"""Files of strangers, read by each tool: what is no file, is too long, too deep or of another type
+gets one line.
+"""
 
 import io
 import json
@@ -51,12 +53,20 @@ def given(tmp_path_factory):
 
     home = tmp_path_factory.mktemp("given")
     bpe = definitions.train_bpe(["It is a truth universally acknowledged"], 270)
-    dataset = write(home / "data", attributes={"tokenizer": {"kind": "train_bpe", "end_token": "<|end|>"}})
+    dataset = write(
+        home / "data", attributes={"tokenizer": {"kind": "train_bpe", "end_token": "<|end|>"}}
+    )
     (Path(dataset) / "tokenizer.json").write_text(bpe)
     shutil.copytree(ROOT / "tests/data/seqax_synthetic_dataset.zarr", home / "seqax")
     model = home / "model"
     model.mkdir()
-    config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 1, "bos_token_id": 0}
+    config = {
+        "model_type": "llama",
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "num_attention_heads": 1,
+        "bos_token_id": 0,
+    }
     config |= {"num_hidden_layers": 1, "intermediate_size": 8, "eos_token_id": 1}
     (model / "config.json").write_text(json.dumps(config))
     (model / "tokenizer.json").write_text(bpe)
@@ -71,7 +81,9 @@ def inspect(**settings):
 
 
 def an_import(home):
-    settings = huggingface_to_checkpoint.Settings(model=str(home / "model"), output=str(home / "out"), check=False)
+    settings = huggingface_to_checkpoint.Settings(
+        model=str(home / "model"), output=str(home / "out"), check=False
+    )
     huggingface_to_checkpoint.run(settings, QUIET.print)
 
 
@@ -80,18 +92,36 @@ def of_dataset(path):
 
 
 READERS = {
-    "a tokenizer": ("data/tokenizer.json", lambda home: open_tokenizer("huggingface", str(home / "data"))),
+    "a tokenizer": (
+        "data/tokenizer.json",
+        lambda home: open_tokenizer("huggingface", str(home / "data")),
+    ),
     "generate, its tokenizer": ("data/tokenizer.json", lambda home: of_dataset(home / "data")),
     "generate, its data": ("data/train/zarr.json", lambda home: of_dataset(home / "data")),
-    "generate, its prompts": ("text", lambda home: read_prompts(Settings(prompts_file=str(home / "text")))),
-    "inspect_data, a split": ("data/train/zarr.json", lambda home: inspect(filespec=str(home / "data"))),
+    "generate, its prompts": (
+        "text",
+        lambda home: read_prompts(Settings(prompts_file=str(home / "text"))),
+    ),
+    "inspect_data, a split": (
+        "data/train/zarr.json",
+        lambda home: inspect(filespec=str(home / "data")),
+    ),
     "inspect_data, an array": (
         "data/train/encoded_tokens/zarr.json",
         lambda home: inspect(filespec=str(home / "data")),
     ),
-    "inspect_data, tokens": ("data/train/encoded_tokens/c/0", lambda home: inspect(filespec=str(home / "data"))),
-    "seqax, an array": ("seqax/train/encoded_tokens/.zarray", lambda home: inspect(filespec=str(home / "seqax"))),
-    "seqax, tokens": ("seqax/train/encoded_tokens/0", lambda home: inspect(filespec=str(home / "seqax"))),
+    "inspect_data, tokens": (
+        "data/train/encoded_tokens/c/0",
+        lambda home: inspect(filespec=str(home / "data")),
+    ),
+    "seqax, an array": (
+        "seqax/train/encoded_tokens/.zarray",
+        lambda home: inspect(filespec=str(home / "seqax")),
+    ),
+    "seqax, tokens": (
+        "seqax/train/encoded_tokens/0",
+        lambda home: inspect(filespec=str(home / "seqax")),
+    ),
     "import, config": ("model/config.json", an_import),
     "import, weights": ("model/model.safetensors", an_import),
     "a configuration": ("config.yaml", lambda home: read_config(home / "config.yaml")),
@@ -122,13 +152,16 @@ def deep(path):
     path.write_text('{"model": ' + DEEP + "}")
 
 
-# A device is no file, as a pipe is, and a loop cannot be opened, whoever reads: one reads text, the other chunks.
+# A device is no file, as a pipe is, and a loop cannot be opened, whoever reads: one reads text, the
+# other chunks.
 DAMAGES = {pipe: READERS, sparse: READERS, deep: READERS} | dict.fromkeys(
     (device, loop), ("a tokenizer", "inspect_data, tokens")
 )
 
 
-@pytest.mark.parametrize(("damage", "reader"), [(damage, name) for damage in DAMAGES for name in DAMAGES[damage]])
+@pytest.mark.parametrize(
+    ("damage", "reader"), [(damage, name) for damage in DAMAGES for name in DAMAGES[damage]]
+)
 def test_a_file_that_is_none_gets_a_line_with_its_name(given, tmp_path, reader, damage):
     home = tmp_path / "home"
     shutil.copytree(given, home)
@@ -151,18 +184,24 @@ def test_a_pointer_of_git_lfs_is_named(given, tmp_path, reader):
     home = tmp_path / "home"
     shutil.copytree(given, home)
     name, read = READERS[reader]
-    (home / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    (home / name).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    )
     with pytest.raises(ValueError, match=f"{name} is a pointer of git lfs.* Run `git lfs pull`"):
         read(home)
 
 
 @pytest.mark.parametrize("shard", [True, False])
-def test_a_file_for_which_memory_has_no_room_is_refused_however_large_its_chunks_are(given, tmp_path, shard):
+def test_a_file_for_which_memory_has_no_room_is_refused_however_large_its_chunks_are(
+    given, tmp_path, shard
+):
     shutil.copytree(given / "data", tmp_path / "data")
     array = tmp_path / "data/train/encoded_tokens"
     about = json.loads((array / "zarr.json").read_text())
     about["chunk_grid"]["configuration"]["chunk_shape"] = [2**40 if shard else 2**30]
-    about["codecs"] = about["codecs"] if shard else about["codecs"][0]["configuration"]["codecs"][:1]
+    about["codecs"] = (
+        about["codecs"] if shard else about["codecs"][0]["configuration"]["codecs"][:1]
+    )
     (array / "zarr.json").write_text(json.dumps(about))
     os.truncate(array / "c/0", MEMORY // 2 + 1)
     with pytest.raises(ValueError, match=r"c/0 cannot be read: it has .* bytes, more than"):
@@ -175,14 +214,21 @@ def test_no_pickle_of_a_dataset_is_loaded(given, tmp_path, field):
     shutil.copytree(given / "seqax", tmp_path / "data")
     path = tmp_path / "data/train/seq_starts/.zarray"
     about, codec = json.loads(path.read_text()), {"id": "pickle", "protocol": 4}
-    about |= {"compressor": None, field: codec if field == "compressor" else [*about["filters"], codec]}
+    about |= {
+        "compressor": None,
+        field: codec if field == "compressor" else [*about["filters"], codec],
+    }
     path.write_text(json.dumps(about))
     (tmp_path / "data/train/seq_starts/0").write_bytes(pickle.dumps(print))
-    with pytest.raises(ValueError, match=r"seq_starts is missing or cannot be read: .*(pickle|too many)"):
+    with pytest.raises(
+        ValueError, match=r"seq_starts is missing or cannot be read: .*(pickle|too many)"
+    ):
         inspect(filespec=str(tmp_path / "data"))
 
 
-@pytest.mark.parametrize("name", ["data/train/encoded_tokens/zarr.json", "seqax/train/encoded_tokens/.zarray"])
+@pytest.mark.parametrize(
+    "name", ["data/train/encoded_tokens/zarr.json", "seqax/train/encoded_tokens/.zarray"]
+)
 def test_chunks_that_no_memory_holds_are_refused(given, tmp_path, name):
     dataset, shape = tmp_path / "data", r'("chunks": \[|"chunk_shape":\s*\[)\s*\d+'
     shutil.copytree(given / name.partition("/")[0], dataset)
@@ -200,7 +246,10 @@ WRONG += [(name, True) for name in ("source", "max_token_id", "num_tokens", "num
 def test_attributes_of_a_dataset_have_a_type(tmp_path, name, value):
     dataset = write(tmp_path / "data")
     zarr.open_group(dataset, path="train", mode="r+").attrs[name] = value
-    for read in [lambda path: inspect(filespec=path), *([of_dataset] if name == "tokenizer" else [])]:
+    for read in [
+        lambda path: inspect(filespec=path),
+        *([of_dataset] if name == "tokenizer" else []),
+    ]:
         with pytest.raises(ValueError, match=rf"{name}(\.\w+)? is .*; it must be an? \w+") as error:
             read(dataset)
         assert str(dataset) in str(error.value)
@@ -223,7 +272,10 @@ class PanicException(BaseException):
 @pytest.mark.quick
 def test_what_libraries_raise_is_one_line():
     for error in (RuntimeError("no\n\nLocation:\n  x.rs:1"), PanicException("no"), OSError("no")):
-        with pytest.raises(ValueError, match=r"^it is none: no\. Do x\.$"), refused("it is none", "Do x."):
+        with (
+            pytest.raises(ValueError, match=r"^it is none: no\. Do x\.$"),
+            refused("it is none", "Do x."),
+        ):
             raise error
     for kind in (KeyboardInterrupt, SystemExit, ImportError):
         with pytest.raises(kind), refused("it is none"):
@@ -232,7 +284,13 @@ def test_what_libraries_raise_is_one_line():
 
 @pytest.mark.quick
 def test_types():
-    kinds = {"a": int, "b?": str | None, "c?": [{"x": float}], "d?": {str: bool}, "e?": [(int, str)]}
+    kinds = {
+        "a": int,
+        "b?": str | None,
+        "c?": [{"x": float}],
+        "d?": {str: bool},
+        "e?": [(int, str)],
+    }
     for right in (
         {"a": 1},
         {"a": 1, "b": None, "c": [{"x": 1}, {"x": 2.5, "y": 0}], "d": {"k": True}, "e": [[1, "x"]]},

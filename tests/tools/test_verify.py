@@ -1,4 +1,6 @@
-"""tools.verify: what it compares, and that it names the line or the tensor where an edited train.py goes wrong."""
+"""tools.verify: what it compares, and that it names the line or the tensor where an edited train.py
+goes wrong.
+"""
 
 import re
 import shutil
@@ -17,7 +19,7 @@ from tests.support.verifying import ROOT, verify
 SOURCE = (ROOT / "train.py").read_text()
 
 
-# ---- what is compared ---------------------------------------------------------------------------------------------
+# ---- what is compared ----------------------------------------------------------------------------
 
 
 def test_copies_of_an_array_must_be_equal():
@@ -45,7 +47,7 @@ def test_differences_are_relative_to_the_largest_entry():
     assert error_of(np.array([0.5]), np.array([0.0])) == 0.5
 
 
-# ---- settings -----------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 def test_every_mesh_divides_the_small_sizes():
@@ -64,7 +66,8 @@ def test_every_mesh_divides_the_small_sizes():
     assert all_meshes(c, 8, ["2x1x4x1", "2x2x2", "1x8x1", "c2d2e2"])[0] == expected
     with pytest.raises(
         ValueError,
-        match=r"verify.meshes has 3x1x1; name a mesh of 8 devices, such as 1x1x8, .*, or by axis, such as c8",
+        match=r"verify.meshes has 3x1x1; name a mesh of 8 devices, such as 1x1x8, .*, or by axis, "
+        r"such as c8",
     ):
         all_meshes(c, 8, ["3x1x1"])
 
@@ -77,17 +80,23 @@ def test_small_is_small_in_the_configured_stages():
     assert {mesh["p"] for mesh in all_meshes(c, 8)[0]} == {1, 2}
 
 
-# ---- the program --------------------------------------------------------------------------------------------------
+# ---- the program ---------------------------------------------------------------------------------
 
 ATTENDED = "attended = save_for_backward(attention(q, k, v, self.mask))"
 MOVED = 'jnp.roll(attention(q, k, v, self.mask), shardops.axis_size("t"), 2)'
 BUGS = {  # what is copied and edited, the edit, settings
-    "an activation": (("train.py", "train.py"), ATTENDED, f"attended = save_for_backward({MOVED})", ()),
+    "an activation": (
+        ("train.py", "train.py"),
+        ATTENDED,
+        f"attended = save_for_backward({MOVED})",
+        (),
+    ),
     "what is compiled for this platform alone": (
         ("train.py", "train.py"),
         ATTENDED,
-        "x = attention(q, k, v, self.mask)\n        attended = save_for_backward(lax.platform_dependent("
-        "x, tpu=lambda x: x, cpu=lambda x: jnp.roll(x, shardops.axis_size('t'), 2)))",
+        "x = attention(q, k, v, self.mask)\n        attended = "
+        "save_for_backward(lax.platform_dependent(x, tpu=lambda x: x, cpu=lambda x: jnp.roll(x, "
+        "shardops.axis_size('t'), 2)))",
         (),
     ),
     "a model of one's own": (
@@ -119,7 +128,9 @@ def test_a_mesh_that_differs_is_named_with_the_line_or_the_tensor(tmp_path, bug)
     (source, place), text, instead, settings = BUGS[bug]
     edited = tmp_path / place
     if source == "shardlib":
-        shutil.copytree(ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("__pycache__")
+        )
     else:
         edited.parent.mkdir(exist_ok=True)
         shutil.copyfile(ROOT / source, edited)
@@ -127,16 +138,23 @@ def test_a_mesh_that_differs_is_named_with_the_line_or_the_tensor(tmp_path, bug)
     assert before.count(text) == 1
     edited.write_text(before.replace(text, instead))
     done = verify(
-        tmp_path, *settings, name="local_gpt2" if source == "shardwright/models/gpt2.py" else "local_test_synthetic"
+        tmp_path,
+        *settings,
+        name="local_gpt2" if source == "shardwright/models/gpt2.py" else "local_test_synthetic",
     )
     assert done.returncode == 1, done.stdout + done.stderr
     number = before[: before.index(text)].count("\n") + 1
     if source == "shardlib":  # nothing within the schedule of stages is compared
-        found = "the evaluation step: result" if "stages" in bug else ".*: add: one device runs this, and a device"
+        found = (
+            "the evaluation step: result"
+            if "stages" in bug
+            else ".*: add: one device runs this, and a device"
+        )
         assert re.search(f"DIFFERS on p=2 r=1 d=2 t=2: {found}", done.stdout)
     elif "platform" in bug:
         assert re.search(
-            r"DIFFERS on r=2 d=2 t=2: in exact arithmetic as on one device; compiled, \d+ tensors", done.stdout
+            r"DIFFERS on r=2 d=2 t=2: in exact arithmetic as on one device; compiled, \d+ tensors",
+            done.stdout,
         )
     else:
         assert f"DIFFERS on r=2 d=2 t=2: {place}:{number}: " in done.stdout

@@ -1,4 +1,6 @@
-"""The documents of each synthetic task, and that the dataset in the repository is what the tool writes."""
+"""The documents of each synthetic task, and that the dataset in the repository is what the tool
+writes.
+"""
 
 import subprocess
 import sys
@@ -28,10 +30,19 @@ def documents(path, split):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """What the program writes, run as a user would, and in a directory of its own to see what else it leaves."""
+    """What the program writes, run as a user would, and in a directory of its own to see what else
+    it leaves.
+    """
     folder = tmp_path_factory.mktemp("written")
     command = [sys.executable, "-m", "tools.write_synthetic_dataset", "out=d.zarr"]
-    run = subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        command,
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert [path.name for path in folder.iterdir()] == ["d.zarr"]
     assert "d.zarr/train: 262,147 tokens in 6,950 documents" in run.stdout
     return folder / "d.zarr"

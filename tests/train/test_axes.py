@@ -17,7 +17,9 @@ def test_a_ring_has_two_chunks_for_each_device():
     c = tiny.config(context="ring")
     c.training.seq_len = 12
     check_divides(c, {"c": 2})
-    with pytest.raises(ValueError, match=r"seq_len is 12; on the mesh .*c=4 .* must be a multiple of 2·c = 8"):
+    with pytest.raises(
+        ValueError, match=r"seq_len is 12; on the mesh .*c=4 .* must be a multiple of 2·c = 8"
+    ):
         check_divides(c, {"c": 4})
 
 

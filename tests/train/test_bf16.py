@@ -1,4 +1,6 @@
-"""The default compute dtype: how near its loss and gradients are to those in f32, and what is communicated in it."""
+"""The default compute dtype: how near its loss and gradients are to those in f32, and what is
+communicated in it.
+"""
 
 import math
 import re
@@ -16,10 +18,14 @@ from tests.support.gradients import loss_and_gradients
 
 @pytest.mark.slow
 def test_gradients_are_those_in_f32_up_to_bf16_rounding():
-    """Also for a token that comes thousands of times, whose row of the embedding table sums up that many gradients."""
+    """Also for a token that comes thousands of times, whose row of the embedding table sums up that
+    many gradients.
+    """
     c, rows, length = tiny.model(layers=1), 16, 512
     rng = np.random.default_rng(5)
-    targets = np.where(rng.random((rows, length)) < 0.3, 7, rng.integers(0, c.vocab, (rows, length))).astype(np.uint32)
+    targets = np.where(
+        rng.random((rows, length)) < 0.3, 7, rng.integers(0, c.vocab, (rows, length))
+    ).astype(np.uint32)
     batch = TokenBatch(targets, rng.random((rows, length)) < 0.01, np.ones((rows, length), bool))
 
     def of(dtype):
@@ -31,24 +37,31 @@ def test_gradients_are_those_in_f32_up_to_bf16_rounding():
     def error(a, b):
         return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
-    # bf16 has 8 bits: half a unit in the last place is 2e-3 of a value, and a gradient passes through a few roundings.
+    # bf16 has 8 bits: half a unit in the last place is 2e-3 of a value, and a gradient passes
+    # through a few roundings.
     errors = jax.tree.map(error, g, expected)
     assert max(jax.tree.leaves(errors)) < 0.02, errors
     assert error(g.embed[7], expected.embed[7]) < 0.02, "the row of the frequent token"
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.parametrize(("reduced", "gather"), [("bf16", "layer"), ("bf16", "step"), ("f32", "step")])
+@pytest.mark.parametrize(
+    ("reduced", "gather"), [("bf16", "layer"), ("bf16", "step"), ("f32", "step")]
+)
 def test_matrices_are_communicated_in_bf16(reduced, gather):
     """But the sums of their gradients over d and r, if training.reduce_dtype says so."""
-    c = tiny.config(compute_dtype="bf16", reduce_dtype=reduced.replace("bf16", "compute"), gather_weights=gather)
+    c = tiny.config(
+        compute_dtype="bf16", reduce_dtype=reduced.replace("bf16", "compute"), gather_weights=gather
+    )
     with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
         state, batch = tiny.state(c), tiny.place_batch(c)
         text = tiny.training_step(c).lower(state, batch, np.int32(0)).as_text()
 
     def is_matrix(shape: str) -> bool:
         """Norm weights have fewer entries, those of all layers too."""
-        return math.prod(int(n) for n in re.findall(r"\d+", shape)) > c.model.layers * c.model.d_model
+        return (
+            math.prod(int(n) for n in re.findall(r"\d+", shape)) > c.model.layers * c.model.d_model
+        )
 
     for op in ("all_gather", "reduce_scatter"):
         results = re.findall(rf'"stablehlo.{op}".*?-> tensor<([\dx]*)x(\w+)>', text, flags=re.S)
@@ -58,7 +71,9 @@ def test_matrices_are_communicated_in_bf16(reduced, gather):
         assert dtypes == ({"bf16", reduced} if op == "reduce_scatter" else {"bf16"}), results
         assert {dtype for shape, dtype in results if not is_matrix(shape)} == {"f32"}, results
     sums = re.findall(r'"stablehlo.all_reduce".*?-> tensor<((?:\d+x)*)(\w+)>', text, flags=re.S)
-    assert ("bf16" in {dtype for shape, dtype in sums if is_matrix(shape)}) == (reduced == "bf16"), sums
+    assert ("bf16" in {dtype for shape, dtype in sums if is_matrix(shape)}) == (
+        reduced == "bf16"
+    ), sums
 
 
 def test_rotary_positions_are_exact_far_out():

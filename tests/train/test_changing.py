@@ -1,4 +1,6 @@
-"""docs/recipes: each patch, in a copy of train.py, against a dense computation, optax or torch; and its Python."""
+"""docs/recipes: each patch, in a copy of train.py, against a dense computation, optax or torch; and
+its Python.
+"""
 
 import dataclasses
 import functools
@@ -47,8 +49,17 @@ class Trained:
     state: object
 
 
-def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = None, optimizer=(), **training):
-    """What some steps of a changed train.py gave, in f32 and without clipping; `batch` each time."""
+def trained(
+    recipe: str,
+    mesh: str,
+    steps: int = 1,
+    batch: TokenBatch | None = None,
+    optimizer=(),
+    **training,
+):
+    """What some steps of a changed train.py gave, in f32 and without clipping; `batch` each
+    time.
+    """
     c = tiny.config(tiny.model(module="changed_train", layers=4), **training)
     c.optimizer = tiny.optimizer(warmup_steps=0, clip_norm=1e9, **dict(optimizer))
     if mesh.startswith("p"):
@@ -60,10 +71,15 @@ def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = N
     with module_of(changed(recipe)) as train, jax.set_mesh(tiny.mesh(mesh)):
         c.model = train.ModelConfig(**vars(c.model))  # of the recipe
         model = load_model(c.model)
-        state = jax.jit(functools.partial(train.init_state, config=c, model=model))(jax.random.key(0))
+        state = jax.jit(functools.partial(train.init_state, config=c, model=model))(
+            jax.random.key(0)
+        )
         batch = tiny.place_batch(c, batch)
         nats, targets = train.make_evaluation_step(c, model)(state.weights, batch)
-        step, found = train.make_training_step(c, model), Trained([], [], [], float(nats / targets), None)
+        step, found = (
+            train.make_training_step(c, model),
+            Trained([], [], [], float(nats / targets), None),
+        )
         for i in range(steps):
             found.before.append(host(state.weights))
             mu = host(state.adam_mu)
@@ -89,7 +105,9 @@ def assert_gradients(found: Trained, loss) -> None:
         jax.tree_util.tree_leaves_with_path(found.gradients[0]), jax.tree.leaves(g), strict=True
     ):
         scale = float(np.abs(theirs).max())
-        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5 * scale, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            ours, theirs, rtol=2e-4, atol=2e-5 * scale, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 BATCH = tiny.host_batch()
@@ -113,7 +131,9 @@ def in_window(i, j):
 
 
 def latent_heads(of, h, position, epsilon=1e-5):
-    """Queries, keys and values of multi-head latent attention; the first half of a head's entries is turned."""
+    """Queries, keys and values of multi-head latent attention; the first half of a head's entries
+    is turned.
+    """
     half = of.w_q.shape[-1] // 2
     project = functools.partial(jnp.einsum, "blm,m...d->bl...d")
     latent = dense.rms(h @ of.w_latent, epsilon) * of.latent_norm
@@ -123,7 +143,11 @@ def latent_heads(of, h, position, epsilon=1e-5):
 
     q, k, v = (project(x, w) for x, w in ((h, of.w_q), (latent, of.w_k), (latent, of.w_v)))
     shared = jnp.broadcast_to(turned(h @ of.w_turned)[:, :, None], (*k.shape[:3], half))
-    return jnp.concatenate([turned(q[..., :half]), q[..., half:]], -1), jnp.concatenate([shared, k], -1), v
+    return (
+        jnp.concatenate([turned(q[..., :half]), q[..., half:]], -1),
+        jnp.concatenate([shared, k], -1),
+        v,
+    )
 
 
 DENSE = {  # recipe: how dense.logits is told of it
@@ -132,7 +156,9 @@ DENSE = {  # recipe: how dense.logits is told of it
     "layernorm": {"norm": layer_norm},
     "alibi": {"rope": lambda layer: False, "score": alibi},
     "sliding_window": {"sees": lambda layer, i, j, position: in_window(i, j)},
-    "alternating_windows": {"sees": lambda layer, i, j, position: (i >= j) if layer % 2 else in_window(i, j)},
+    "alternating_windows": {
+        "sees": lambda layer, i, j, position: (i >= j) if layer % 2 else in_window(i, j)
+    },
     "new_weight": {"gain": True},
     "attention_sinks": {"sinks": True},
     "second_input": {"second": KIND_READ},
@@ -165,7 +191,9 @@ ON_C = "d=2 c=2 t=2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "mesh"), [*((recipe, STAGES) for recipe in DENSE), ("latent_attention", ON_C)])
+@pytest.mark.parametrize(
+    ("recipe", "mesh"), [*((recipe, STAGES) for recipe in DENSE), ("latent_attention", ON_C)]
+)
 def test_a_model_is_the_dense_one(recipe, mesh):
     c = tiny.model(layers=4)
     batch = WITH_KIND if "second" in recipe else BATCH
@@ -178,7 +206,8 @@ def test_a_model_is_the_dense_one(recipe, mesh):
     np.testing.assert_allclose(found.validation, found.metrics[0].loss, rtol=1e-5)
     plain = {"gain": True, "sinks": True} | DENSE[recipe]
     plain = {} if recipe not in ("new_weight", "attention_sinks") else dict.fromkeys(plain, False)
-    if "latent" in recipe:  # its weights are not the Llama's; without what is turned it is another model
+    if "latent" in recipe:
+        # its weights are not the Llama's; without what is turned it is another model
         plain = {"qkv": lambda of, h, position: latent_heads(of, h, 0 * position)}
     assert abs(loss(found.before[0], **plain) - found.validation) > 1e-4, "the change is felt"
 
@@ -215,10 +244,13 @@ def test_mixture_of_depths(mesh):
 
         def around(of, before, after):
             score = jax.nn.sigmoid(dense.rms(before, c.norm_epsilon) @ of.router)
-            wanted = score >= jnp.sort(score, axis=1)[:, score.shape[1] // 2, None]  # equal scores are wanted alike
+            # equal scores are wanted alike
+            wanted = score >= jnp.sort(score, axis=1)[:, score.shape[1] // 2, None]
             losses.append(-jnp.mean(jnp.log(jnp.where(wanted, score, 1 - score))))
             shares.append(jnp.mean(score > 0.5))
-            return jnp.where((score > 0.5)[..., None], before + score[..., None] * (after - before), before)
+            return jnp.where(
+                (score > 0.5)[..., None], before + score[..., None] * (after - before), before
+            )
 
         plain = dense.cross_entropy(dense.logits(w, TOKENS, c, around=around), BATCH)
         return plain + 0.01 * sum(losses), (plain, shares)
@@ -242,8 +274,13 @@ def test_a_step_is_proved_and_a_text_sampled(recipe):
         mesh = AbstractMesh((2, 2, 2), ("d", "c", "t"), axis_types=(AxisType.Explicit,) * 3)
         assert find_unsound(trace_step(c, model, mesh, spec=train.SPEC)) == []
         with jax.set_mesh(tiny.mesh("d=2 t=2")):
-            w = jax.jit(functools.partial(train.init_state, config=c, model=model))(jax.random.key(0)).weights
-            sampler, prompts = Sampler(trace_step(c, model, spec=train.SPEC), settings, 16), [[5, 9, 2], [7]]
+            w = jax.jit(functools.partial(train.init_state, config=c, model=model))(
+                jax.random.key(0)
+            ).weights
+            sampler, prompts = (
+                Sampler(trace_step(c, model, spec=train.SPEC), settings, 16),
+                [[5, 9, 2], [7]],
+            )
             texts = sampler.generate(w, prompts)
             assert redrawn(sampler.forward, w, prompts, texts, settings, 16) == texts
 
@@ -267,14 +304,20 @@ def test_latent_attention_is_that_of_deepseek():
     def flat(x):
         return torch.tensor(x.reshape(len(x), -1).T.copy())
 
-    state = {"model.embed_tokens.weight": w.embed, "model.norm.weight": w.final_norm, "lm_head.weight": w.unembed}
+    state = {
+        "model.embed_tokens.weight": w.embed,
+        "model.norm.weight": w.final_norm,
+        "lm_head.weight": w.unembed,
+    }
     state = {name: torch.tensor(x) for name, x in state.items()}
     for i in range(2):
         of = jax.tree.map(lambda x, i=i: x[i], w.layers)
         named = {
             "input_layernorm": torch.tensor(of.attention_norm),
             "self_attn.q_proj": flat(np.roll(of.w_q, 4, axis=-1)),
-            "self_attn.kv_a_proj_with_mqa": flat(np.concatenate([of.w_latent, of.w_turned], axis=-1)),
+            "self_attn.kv_a_proj_with_mqa": flat(
+                np.concatenate([of.w_latent, of.w_turned], axis=-1)
+            ),
             "self_attn.kv_a_layernorm": torch.tensor(of.latent_norm),
             "self_attn.kv_b_proj": flat(np.concatenate([of.w_k, of.w_v], axis=-1)),
             "self_attn.o_proj": torch.tensor(of.w_o.reshape(-1, c.d_model).T.copy()),
@@ -297,23 +340,38 @@ def test_latent_attention_is_that_of_deepseek():
 
 @pytest.mark.slow
 def test_label_smoothing_is_torchs_and_leaves_validation_alone():
-    torch = pytest.importorskip("torch", reason="label smoothing is compared with torch's, on Python 3.11 only")
+    torch = pytest.importorskip(
+        "torch", reason="label smoothing is compared with torch's, on Python 3.11 only"
+    )
     c, found = tiny.model(layers=4), trained("label_smoothing", STAGES)
     logits = dense.logits(found.before[0], TOKENS, c)
-    flat, targets = torch.tensor(np.asarray(logits)).flatten(0, 1), BATCH.targets.astype(np.int64).flatten()
+    flat, targets = (
+        torch.tensor(np.asarray(logits)).flatten(0, 1),
+        BATCH.targets.astype(np.int64).flatten(),
+    )
     targets = torch.tensor(targets)
-    smoothed = torch.nn.functional.cross_entropy(flat, targets, reduction="none", label_smoothing=0.1)
-    np.testing.assert_allclose(found.metrics[0].loss, smoothed[BATCH.loss_mask.flatten()].mean(), rtol=1e-5)
+    smoothed = torch.nn.functional.cross_entropy(
+        flat, targets, reduction="none", label_smoothing=0.1
+    )
+    np.testing.assert_allclose(
+        found.metrics[0].loss, smoothed[BATCH.loss_mask.flatten()].mean(), rtol=1e-5
+    )
     np.testing.assert_allclose(found.validation, dense.cross_entropy(logits, BATCH), rtol=1e-5)
-    assert_gradients(found, lambda w: dense.cross_entropy(dense.logits(w, TOKENS, c), BATCH, smoothing=0.1))
+    assert_gradients(
+        found, lambda w: dense.cross_entropy(dense.logits(w, TOKENS, c), BATCH, smoothing=0.1)
+    )
 
 
-# ---- losses of pairs ----------------------------------------------------------------------------------------------
+# ---- losses of pairs -----------------------------------------------------------------------------
 
 
 def pair_sums(logits, mean=False):
-    """Sum, or mean, of the log-probabilities of the targets of each sequence, as [pairs, (chosen, rejected)]."""
-    at_target = jnp.take_along_axis(jax.nn.log_softmax(logits), BATCH.targets[..., None].astype(np.int32), -1)[..., 0]
+    """Sum, or mean, of the log-probabilities of the targets of each sequence, as [pairs, (chosen,
+    rejected)].
+    """
+    at_target = jnp.take_along_axis(
+        jax.nn.log_softmax(logits), BATCH.targets[..., None].astype(np.int32), -1
+    )[..., 0]
     sums = (at_target * BATCH.loss_mask).sum(1) / (BATCH.loss_mask.sum(1) if mean else 1)
     return sums.reshape(-1, 2).T
 
@@ -408,9 +466,13 @@ def test_lion_is_optaxs():
     settings = {"algorithm": "lion", "learning_rate": 1e-3, "weight_decay": 0.1}
     found = trained("lion", "d=2 t=2", steps=3, optimizer=settings)
     assert all(x is None for x in jax.tree.leaves(found.state.adam_nu, is_leaf=lambda x: x is None))
-    oracle = optax.lion(schedule(tiny.optimizer(**settings)), c.adam_b1, c.adam_b2, weight_decay=0.1)
+    oracle = optax.lion(
+        schedule(tiny.optimizer(**settings)), c.adam_b1, c.adam_b2, weight_decay=0.1
+    )
     expected = updated_by(oracle, found.before[0], m, 3)
-    for ours, theirs in zip(jax.tree.leaves(found.state.weights), jax.tree.leaves(expected), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(found.state.weights), jax.tree.leaves(expected), strict=True
+    ):
         # Where rounding turns a sign, an entry goes the other way.
         same = np.isclose(ours, theirs, rtol=1e-5, atol=1e-6)
         assert same.mean() > 0.999, same.mean()
@@ -418,18 +480,27 @@ def test_lion_is_optaxs():
 
 @pytest.mark.slow
 def test_a_metric_computed_on_the_host(tmp_path):
-    """It is that of the weights in the checkpoint, by another formula: ‖W‖² over the largest eigenvalue of WᵀW."""
+    """It is that of the weights in the checkpoint, by another formula: ‖W‖² over the largest
+    eigenvalue of WᵀW.
+    """
     c = tiny.config(
-        tiny.model(module="changed_train", layers=1), eval_interval=2, eval_batches=0, checkpoint_interval=2
+        tiny.model(module="changed_train", layers=1),
+        eval_interval=2,
+        eval_batches=0,
+        checkpoint_interval=2,
     )
     c.data.filespec, c.training.steps, c.model.vocab = str(ROOT / "synthetic_dataset.zarr"), 4, 1280
     with module_of(changed("host_metric")) as train, jax.set_mesh(tiny.mesh("d=4 t=2")):
         train.train(c, load_model(c.model), tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    found = {line["step"]: line["stable_rank"] for line in lines if line.get("event") == "embedding"}
+    found = {
+        line["step"]: line["stable_rank"] for line in lines if line.get("event") == "embedding"
+    }
     assert found.keys() == {2, 4}
     for step, rank in found.items():
-        w = zarr.open_array(tmp_path / f"checkpoints/{step:010}/weights/embed", mode="r")[:].astype(np.float64)
+        w = zarr.open_array(tmp_path / f"checkpoints/{step:010}/weights/embed", mode="r")[:].astype(
+            np.float64
+        )
         np.testing.assert_allclose(rank, np.sum(w**2) / np.linalg.eigvalsh(w.T @ w)[-1], rtol=1e-4)
 
 
@@ -439,7 +510,10 @@ EXCHANGE = "\nfrom shardwright.huggingface.families import from_huggingface, to_
 def with_products(w):
     """Weights with the factors of LoRA multiplied out."""
     of = w.layers
-    q, v = jnp.einsum("lmr,lrkqd->lmkqd", of.lora_qa, of.lora_qb), jnp.einsum("lmr,lrkd->lmkd", of.lora_va, of.lora_vb)
+    q, v = (
+        jnp.einsum("lmr,lrkqd->lmkqd", of.lora_qa, of.lora_qb),
+        jnp.einsum("lmr,lrkd->lmkd", of.lora_va, of.lora_vb),
+    )
     return dataclasses.replace(w, layers=dataclasses.replace(of, w_q=of.w_q + q, w_v=of.w_v + v))
 
 
@@ -448,12 +522,17 @@ def with_products(w):
 def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_products(tmp_path, mesh):
     """From a run without them; and what its export writes is the same model."""
     c = tiny.config(tiny.model(layers=4))
-    with jax.set_mesh(tiny.mesh("d=2")), Checkpointer(tmp_path / "base" / "checkpoints") as checkpoints:
+    with (
+        jax.set_mesh(tiny.mesh("d=2")),
+        Checkpointer(tmp_path / "base" / "checkpoints") as checkpoints,
+    ):
         base = tiny.weights(c.model)
         checkpoints.save(3, {"weights": base}, {"config": dataclasses.asdict(c), "loader": {}})
         base = jax.tree.map(np.asarray, base)
     page = (ROOT / "docs/changing.md").read_text()
-    _, groups = re.search(r"^```yaml\n(training:\n.*?)```", page, flags=re.S | re.M)[1].split("groups:\n")
+    _, groups = re.search(r"^```yaml\n(training:\n.*?)```", page, flags=re.S | re.M)[1].split(
+        "groups:\n"
+    )
     c.optimizer = tiny.optimizer(warmup_steps=0, clip_norm=1e9, weight_decay=0)
     c.optimizer.groups = [GroupConfig(**group) for group in yaml.safe_load(groups)]
     c.training.init_from, c.training.init_from_missing = str(tmp_path / "base"), "fresh"
@@ -483,7 +562,9 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
             for name, ours in named_leaves(host(state.adam_mu)).items():
                 theirs = named_leaves(g)[name]
                 ours = (ours - 0.9 * named_leaves(mu)[name]) / np.float32(0.1)
-                np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5 * np.abs(theirs).max(), err_msg=name)
+                np.testing.assert_allclose(
+                    ours, theirs, rtol=2e-4, atol=2e-5 * np.abs(theirs).max(), err_msg=name
+                )
         after = host(state.weights)
         for name, x in named_leaves(after).items():
             if name in trained:
@@ -500,7 +581,9 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
     for text in (said, rounded):
         assert not COMPARES or "with those of transformers: they differ by at most" in text
     name = "model.layers.0.self_attn.q_proj.weight"  # has a product of factors
-    exact, nearest = (load_file(tmp_path / path / "model.safetensors")[name] for path in ("merged", "rounded"))
+    exact, nearest = (
+        load_file(tmp_path / path / "model.safetensors")[name] for path in ("merged", "rounded")
+    )
     np.testing.assert_array_equal(nearest, exact.astype(nearest.dtype))
     assert nearest.dtype == jnp.bfloat16
     to_run(directory, tmp_path / "run")
@@ -509,4 +592,6 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
     merged = host(merged)
     np.testing.assert_allclose(nats / targets, loss(merged), rtol=2e-5)
     for name, x in named_leaves(merged).items():
-        np.testing.assert_allclose(x, named_leaves(with_products(after))[name], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            x, named_leaves(with_products(after))[name], rtol=1e-5, atol=1e-7
+        )

@@ -12,14 +12,23 @@ from tests.support.step_text import compile_step, computations
 def kept_for_backward(hlo: str, layers: int) -> list[str]:
     """Shapes, for one layer, of the arrays that the forward loop stacks up layer by layer.
 
-    The loop carries its inputs as well, which it passes on unchanged; what it writes is not among them.
+    The loop carries its inputs as well, which it passes on unchanged; what it writes is not among
+    them.
     """
-    loops = [(line, body) for line in hlo.splitlines() for body in re.findall(r" while\(.*body=%?([\w.\-]+)", line)]
+    loops = [
+        (line, body)
+        for line in hlo.splitlines()
+        for body in re.findall(r" while\(.*body=%?([\w.\-]+)", line)
+    ]
     line, body = next((line, body) for line, body in loops if "transpose" not in line)
     shapes = re.findall(r"\w+\[[\d,]*\]", line.split(" while(")[0].split(" = ", 1)[1])
     root = next(i for i in computations(hlo)[body] if i.lstrip().startswith("ROOT"))
     results = re.findall(r"%([\w.\-]+)", root.split(" tuple(", 1)[1].split(")", 1)[0])
-    unchanged = {re.match(r"\s*%?([\w.\-]+) = ", i)[1] for i in computations(hlo)[body] if " get-tuple-element(" in i}
+    unchanged = {
+        re.match(r"\s*%?([\w.\-]+) = ", i)[1]
+        for i in computations(hlo)[body]
+        if " get-tuple-element(" in i
+    }
     stacked = [s for s, name in zip(shapes, results, strict=True) if name not in unchanged]
     return sorted(re.sub(rf"\[{layers},", "[", s) for s in stacked if f"[{layers}," in s)
 
@@ -32,7 +41,9 @@ def test_the_backward_pass_keeps_what_is_saved_for_it():
     stream, hidden = f"f32[{b},{l // 2},{c.d_model}]", f"f32[{b},{l},{f}]"
     saved = [q, q, kv, kv, stream, hidden, hidden]
     # Beside what is saved, a layer's backward pass gets the layer's own input.
-    assert kept_for_backward(compile_step("d=4 t=2").as_text(), c.layers) == sorted([*saved, stream])
+    assert kept_for_backward(compile_step("d=4 t=2").as_text(), c.layers) == sorted(
+        [*saved, stream]
+    )
 
 
 @pytest.mark.long

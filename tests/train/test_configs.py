@@ -36,8 +36,14 @@ def settings_of(group: str) -> dict:
 @pytest.mark.parametrize("size", PARAMETERS)
 def test_a_model_has_the_parameters_that_its_name_says(size):
     """Of the runs whose names end so."""
-    runs = [name for name in RUNS if ("c4" in name or name == "gpt2_124m") and name.endswith(f"_{size}")]
-    (group,) = {*re.findall(r"model: (\w+)", "".join((CONFIGS / f"{name}.yaml").read_text() for name in runs))}
+    runs = [
+        name for name in RUNS if ("c4" in name or name == "gpt2_124m") and name.endswith(f"_{size}")
+    ]
+    (group,) = {
+        *re.findall(
+            r"model: (\w+)", "".join((CONFIGS / f"{name}.yaml").read_text() for name in runs)
+        )
+    }
     given = {"module": "train"} | settings_of(group)
     model = load_model(module_of(given["module"]).ModelConfig(**given))
     assert sum(x.size for x in jax.tree.leaves(shapes_of(model.table))) == PARAMETERS[size]
@@ -65,7 +71,11 @@ def test_a_checkpoint_made_before_a_setting_existed_is_as_if_it_had_the_default(
     c.data = DataConfig(stream=StreamConfig())
     current = dataclasses.asdict(c)
     saved = copy.deepcopy(current)
-    del saved["model"]["norm_epsilon"], saved["optimizer"]["z_loss"], saved["data"]["stream"]["text_separator"]
+    del (
+        saved["model"]["norm_epsilon"],
+        saved["optimizer"]["z_loss"],
+        saved["data"]["stream"]["text_separator"],
+    )
     fixed = fixed_settings(saved, current)
     assert config_differences(with_defaults(saved), current, fixed) == []
     current["optimizer"]["z_loss"] = 0.5

@@ -19,12 +19,18 @@ def sizes_of(mesh: str) -> dict[str, int]:
 @pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("how", "path", "mesh"),
-    [("gather", "blockwise", "d=2 c=2 t=2"), ("ring", "auto", "r=2 e=2 c=4"), ("ring", "auto", "p=2 c=2")],
+    [
+        ("gather", "blockwise", "d=2 c=2 t=2"),
+        ("ring", "auto", "r=2 e=2 c=4"),
+        ("ring", "auto", "p=2 c=2"),
+    ],
 )
 def test_steps_are_proved(how, path, mesh):
     """Four kv heads are fewer than some meshes have devices of c and t."""
     sizes = {axis: n for axis, n in sizes_of(mesh).items() if n > 1 or axis in "rdt"}
-    on = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    on = AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes)
+    )
     model = tiny.model(d_model=48, layers=2, n_kv=4, n_q_per_kv=6)
     c = tiny.config(model, context=how, attention=path, microbatches=2, seq_len=48)
     assert find_unsound(trace_step(c, load_model(c.model), on)) == []
@@ -41,7 +47,8 @@ def test_a_step_by_ulysses_and_a_kernel_is_proved(monkeypatch, path):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
     for module in (attention_calls, attention_paths):
-        monkeypatch.setattr(module, "choose", lambda setting, *_, **__: setting)  # this device has no kernels
+        # this device has no kernels
+        monkeypatch.setattr(module, "choose", lambda setting, *_, **__: setting)
     c = tiny.config(tiny.model(layers=1, n_kv=4), context="ulysses", attention=path)
     c.training.seq_len = 128
     assert find_unsound(trace_step(c, load_model(c.model), tiny.mesh("d=2 c=2 t=2"))) == []

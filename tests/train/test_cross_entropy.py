@@ -16,7 +16,9 @@ ROWS = {
     "far apart": np.random.default_rng(1).normal(size=(8, 4, 64)) * 300,
     "all equal": np.full((8, 4, 64), -7.0),
     "one large": np.where(np.arange(64) == 40, 90.0, np.full((8, 4, 64), -90.0)),
-    "some are -inf": np.where(np.arange(64) % 3 == 0, -np.inf, np.random.default_rng(2).normal(size=(8, 4, 64))),
+    "some are -inf": np.where(
+        np.arange(64) % 3 == 0, -np.inf, np.random.default_rng(2).normal(size=(8, 4, 64))
+    ),
 }
 TARGETS = np.where(np.arange(32) % 2, 40, 1).astype(np.uint32).reshape(8, 4)
 

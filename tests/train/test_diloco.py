@@ -1,4 +1,6 @@
-"""docs/recipes/diloco.patch against trainings of one device by the released train.py, and torch's outer optimizer."""
+"""docs/recipes/diloco.patch against trainings of one device by the released train.py, and torch's
+outer optimizer.
+"""
 
 import contextlib
 import dataclasses
@@ -55,7 +57,9 @@ def trained(train, mesh: str, steps: int = 4, **training) -> list:
     c.model = train.ModelConfig(**vars(c.model) | {"module": "changed_train"})
     with jax.set_mesh(tiny.mesh(mesh)):
         model = load_model(c.model)
-        state = jax.jit(functools.partial(train.init_state, config=c, model=model))(jax.random.key(0))
+        state = jax.jit(functools.partial(train.init_state, config=c, model=model))(
+            jax.random.key(0)
+        )
         step = train.make_training_step(c, model)
         for i in range(steps):
             state, metrics = step(state, tiny.place_batch(c, BATCHES[i]), np.int32(i))
@@ -75,7 +79,9 @@ def rows_of(batch: TokenBatch, replica: int, replicas: int, microbatches: int) -
 
 @functools.cache
 def by_hand(replicas: int, rate: float, momentum: float, microbatches: int = 1, steps: int = 4):
-    """The weights after the outer steps, and those of each replica before them: one device trains after the other."""
+    """The weights after the outer steps, and those of each replica before them: one device trains
+    after the other.
+    """
     torch = pytest.importorskip("torch")
     c = config(batch_size=tiny.BATCH // replicas, microbatches=microbatches)
     weights, own, losses = [], [], []
@@ -94,18 +100,24 @@ def by_hand(replicas: int, rate: float, momentum: float, microbatches: int = 1, 
             if i % 2 == 0:
                 continue
             own.append([host(state.weights) for state in states])
-            means = [np.mean(each, axis=0) for each in zip(*map(jax.tree.leaves, own[-1]), strict=True)]
+            means = [
+                np.mean(each, axis=0) for each in zip(*map(jax.tree.leaves, own[-1]), strict=True)
+            ]
             for x, mean in zip(shared, means, strict=True):
                 x.grad = x.detach() - torch.tensor(mean)
             outer.step()
             weights.append(tree.unflatten([x.numpy().copy() for x in shared]))
             for k, state in enumerate(states):
-                states[k] = dataclasses.replace(state, weights=tiny.place(weights[-1], type(state.weights)))
+                states[k] = dataclasses.replace(
+                    state, weights=tiny.place(weights[-1], type(state.weights))
+                )
     return weights, own, losses
 
 
 def assert_close(ours, theirs):
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True
+    ):
         np.testing.assert_allclose(x, y, **ROUNDING, err_msg=jax.tree_util.keystr(path))
 
 
@@ -160,7 +172,7 @@ def test_a_sum_in_place_of_the_mean_is_felt():
     assert np.abs(state.weights.unembed - expected.unembed).max() > 0.1
 
 
-# ---- the check ------------------------------------------------------------------------------------------------------
+# ---- the check -----------------------------------------------------------------------------------
 
 
 def traced(train, mesh: str, model=None, **training):
@@ -169,7 +181,9 @@ def traced(train, mesh: str, model=None, **training):
     c.model = model or train.ModelConfig(**vars(c.model) | {"module": "changed_train"})
     if "p=" in mesh:
         c.pipeline = PipelineConfig(schedule="1f1b")
-    sizes = dict.fromkeys("rdt", 1) | {axis: int(size) for axis, size in re.findall(r"(\w)=(\d)", mesh)}
+    sizes = dict.fromkeys("rdt", 1) | {
+        axis: int(size) for axis, size in re.findall(r"(\w)=(\d)", mesh)
+    }
     mesh = explicit_mesh(axes_of_mesh(sizes))
     with jax.sharding.use_abstract_mesh(mesh):
         return trace_step(c, load_model(c.model), mesh, spec=train.SPEC)
@@ -209,16 +223,28 @@ WRONG = {
         r"LINE: div: a number that depends on the mesh: 2\.0 here, 1\.0 on one device",
     ),
     "the mean is that of each device": (
-        ("total = shardops.einsum_unreduced(", "return jnp.mean(x, 0)\n        total = shardops.einsum_unreduced("),
+        (
+            "total = shardops.einsum_unreduced(",
+            "return jnp.mean(x, 0)\n        total = shardops.einsum_unreduced(",
+        ),
         r"the value differs between devices of r, which `\S+ \S+` does not mention",
     ),
-    "a replica is not alone": (('with shardops.alone("r")', "if True"), "the value differs between devices of r"),
+    "a replica is not alone": (
+        ('with shardops.alone("r")', "if True"),
+        "the value differs between devices of r",
+    ),
     "each replica takes all rows": (
-        ("(*each, step, schedule_step), (replicas, *rows)", "(each, batch, seeds, step, schedule_step), replicas"),
+        (
+            "(*each, step, schedule_step), (replicas, *rows)",
+            "(each, batch, seeds, step, schedule_step), replicas",
+        ),
         r"reduce_sum: it is 0\.5 times what one device computes",
     ),
     "replicas take turns with the rows": (
-        ("x.reshape(m, here, rows // here, *rest), 1, 0", "x.reshape(m, rows // here, here, *rest), 2, 0"),
+        (
+            "x.reshape(m, here, rows // here, *rest), 1, 0",
+            "x.reshape(m, rows // here, here, *rest), 2, 0",
+        ),
         r"one device runs another program, in which this line does something else",
     ),
     "noise of each device": (
@@ -248,7 +274,10 @@ def test_a_wrong_edit_is_refused(name):
 @pytest.mark.long
 def test_two_replicas_on_one_device_of_r_have_no_axis_d():
     """Its devices hold rows of both."""
-    assert "reshape: dim 1 of operand 0 is sharded over d: each device sees only its own" in findings(mesh="d=2")
+    assert (
+        "reshape: dim 1 of operand 0 is sharded over d: each device sees only its own"
+        in findings(mesh="d=2")
+    )
 
 
 def test_between_outer_steps_only_metrics_cross_r():

@@ -1,4 +1,6 @@
-"""docs/recipes/log_p.py and distillation.py: what they write and compute is what a dense teacher and numpy give."""
+"""docs/recipes/log_p.py and distillation.py: what they write and compute is what a dense teacher
+and numpy give.
+"""
 
 import dataclasses
 import importlib
@@ -53,7 +55,9 @@ def teacher(tmp_path_factory):
 def data(teacher, tmp_path_factory):
     """A dataset with its likeliest tokens, as distillation.py adds them."""
     path = written(tmp_path_factory.mktemp("data") / "data", LENGTHS)
-    log_p.add_inputs([*distillation.loss.inputs], distillation.likeliest, teacher[0], path, **OF_RUNS)
+    log_p.add_inputs(
+        [*distillation.loss.inputs], distillation.likeliest, teacher[0], path, **OF_RUNS
+    )
     return path
 
 
@@ -67,7 +71,13 @@ def config(data: str, **training):
 def loader(c):
     inputs = tuple(inputs_of_loss(c.optimizer))
     return make_loader(
-        c.data, "train", tiny.BATCH, tiny.LENGTH, 64, loss_inputs=inputs, microbatches=c.training.microbatches
+        c.data,
+        "train",
+        tiny.BATCH,
+        tiny.LENGTH,
+        64,
+        loss_inputs=inputs,
+        microbatches=c.training.microbatches,
     )
 
 
@@ -81,8 +91,12 @@ def test_what_is_written_is_of_the_dense_teacher(teacher, tmp_path, by_document)
     log_p.add_inputs(names, log_p.log_p, teacher[0], data, by_document, **OF_RUNS)
     c = DataConfig(filespec=data, shuffle=False, sequence_packing=not by_document)
     rows = len(lengths) if by_document else sum(lengths) // tiny.LENGTH
-    batch = make_loader(c, "train", rows, tiny.LENGTH, loss_inputs=names).sequences(0, np.arange(rows))
-    expected = np.asarray(jax.nn.log_softmax(dense.logits(teacher[1], dense.tokens_of(batch), SIZES)))
+    batch = make_loader(c, "train", rows, tiny.LENGTH, loss_inputs=names).sequences(
+        0, np.arange(rows)
+    )
+    expected = np.asarray(
+        jax.nn.log_softmax(dense.logits(teacher[1], dense.tokens_of(batch), SIZES))
+    )
     expected = np.take_along_axis(expected, batch.targets[..., None].astype(int), -1)
     found = batch.loss_inputs.view(np.float32)
     np.testing.assert_allclose(found[batch.loss_mask], expected[batch.loss_mask], rtol=1e-4)
@@ -93,8 +107,12 @@ def test_what_is_written_is_of_the_dense_teacher(teacher, tmp_path, by_document)
 @pytest.mark.long
 def test_a_document_that_is_too_long_is_refused(teacher, tmp_path):
     data = written(tmp_path / "data", [tiny.LENGTH + 1, *[9] * 8])
-    with pytest.raises(ValueError, match=f"longer than the {tiny.LENGTH} tokens of a sequence: give --seq-len"):
-        log_p.add_inputs(["reference_log_p"], log_p.log_p, teacher[0], data, by_document=True, **OF_RUNS)
+    with pytest.raises(
+        ValueError, match=f"longer than the {tiny.LENGTH} tokens of a sequence: give --seq-len"
+    ):
+        log_p.add_inputs(
+            ["reference_log_p"], log_p.log_p, teacher[0], data, by_document=True, **OF_RUNS
+        )
     assert not (Path(data) / "train/input_reference_log_p").exists()
 
 
@@ -127,7 +145,10 @@ def test_loss_and_gradients_are_the_dense_ones(teacher, data, mesh, training):
     def loss(w):
         logits = dense.logits(w, tokens, c.model)
         kl = jnp.sum(jnp.where(likeliest, p * (jnp.log(p) - jax.nn.log_softmax(logits / 2)), 0), -1)
-        return 0.5 * dense.cross_entropy(logits, host) + 2 * jnp.sum(kl * host.loss_mask) / host.loss_mask.sum()
+        return (
+            0.5 * dense.cross_entropy(logits, host)
+            + 2 * jnp.sum(kl * host.loss_mask) / host.loss_mask.sum()
+        )
 
     expected, g = jax.value_and_grad(loss)(w)
     np.testing.assert_allclose(found[0], expected, rtol=2e-5)

@@ -1,4 +1,6 @@
-"""A run whose newest checkpoint is damaged goes on from the newest whole one, and says so; training.resume_step."""
+"""A run whose newest checkpoint is damaged goes on from the newest whole one, and says so;
+training.resume_step.
+"""
 
 import contextlib
 import dataclasses
@@ -30,32 +32,42 @@ def spoil(path):
     path.write_bytes(content)
 
 
-# ---- the choice ---------------------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def checkpoints(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         for step in (5, 10, 15):
-            checkpoints.save(step, {"x": jnp.ones(4)}, {"config": {"model": {}, "training": {"resume_step": None}}})
+            checkpoints.save(
+                step,
+                {"x": jnp.ones(4)},
+                {"config": {"model": {}, "training": {"resume_step": None}}},
+            )
     return checkpoints
 
 
 def test_where_none_is_whole_each_is_named(checkpoints):
     damaged = dict.fromkeys((15, 10, 5), "spoiled.")
-    with pytest.raises(ValueError, match=r"^no intact checkpoint in .*step 15: sp.*; step 10: sp.*; step 5: .*$"):
+    with pytest.raises(
+        ValueError, match=r"^no intact checkpoint in .*step 15: sp.*; step 10: sp.*; step 5: .*$"
+    ):
         choose_checkpoint(checkpoints, None, damaged)
 
 
 def test_a_step_that_cannot_be_chosen(checkpoints):
-    with pytest.raises(ValueError, match=r"no complete checkpoint of step 7 in .*; it has \[5, 10, 15\]"):
+    with pytest.raises(
+        ValueError, match=r"no complete checkpoint of step 7 in .*; it has \[5, 10, 15\]"
+    ):
         choose_checkpoint(checkpoints, 7, {})
     with pytest.raises(ValueError, match=r"no intact checkpoint .* step 10: spoiled"):
         choose_checkpoint(checkpoints, 10, {10: "spoiled."})
 
 
 def test_the_same_command_goes_on_with_the_run_that_went_back(checkpoints):
-    """Unless other batches are left out that it has not reached; also when the step is deleted by then."""
+    """Unless other batches are left out that it has not reached; also when the step is deleted by
+    then.
+    """
     with Checkpointer(checkpoints.store.url) as again:
         config = {"model": {}, "training": {"resume_step": 10}, "data": {"skip_steps": [12]}}
         again.save(20, {"x": jnp.ones(4)}, {"config": config})
@@ -70,7 +82,7 @@ def test_the_same_command_goes_on_with_the_run_that_went_back(checkpoints):
             choose_checkpoint(again, 7, {})
 
 
-# ---- what a run and its checkpoint must agree on ------------------------------------------------------------------
+# ---- what a run and its checkpoint must agree on -------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -89,17 +101,24 @@ def test_another_model_optimizer_or_data_is_refused_by_name(tmp_path, setting, v
     section, name = setting.split(".")
     setattr(getattr(c, section), name, value)
     message = f"\n  {setting}: checkpoint has {saved[section][name]}, this run has {value}\n"
-    with pytest.raises(ValueError, match=re.escape(message)) if refused else contextlib.nullcontext():
+    with (
+        pytest.raises(ValueError, match=re.escape(message)) if refused else contextlib.nullcontext()
+    ):
         check_resumes(saved, c, tmp_path, 1)
 
 
-# ---- runs ---------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 def run(directory: Path, steps: int, checkpoints: str | None = None, **changes) -> Path:
-    c = tiny.config(tiny.model(vocab=1280, layers=1), checkpoint_interval=2, eval_batches=0, **changes)
+    c = tiny.config(
+        tiny.model(vocab=1280, layers=1), checkpoint_interval=2, eval_batches=0, **changes
+    )
     c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
-    c.training.steps, c.paths = steps, dataclasses.replace(c.paths, checkpoints=checkpoints, model_name=directory.name)
+    c.training.steps, c.paths = (
+        steps,
+        dataclasses.replace(c.paths, checkpoints=checkpoints, model_name=directory.name),
+    )
     exact_step.train_on("one device", c, directory)
     return directory
 
@@ -112,12 +131,24 @@ def events(directory):
 def test_a_run_tells_what_is_damaged_and_what_it_sets_aside(tmp_path, capsys, exact):
     directory = run(tmp_path / "run", 6)
     checkpoints = directory / "checkpoints"
-    spoil(next(path for path in (checkpoints / "0000000006/weights/layers/w/c").rglob("*") if path.is_file()))
+    spoil(
+        next(
+            path
+            for path in (checkpoints / "0000000006/weights/layers/w/c").rglob("*")
+            if path.is_file()
+        )
+    )
     shutil.copytree(directory, tmp_path / "other")
     run(directory, 8)
     told = capsys.readouterr().out
-    assert "WARNING    the checkpoint of step 6 is not used: cannot read the array 'weights/layers/w'" in told
-    assert f"WARNING    resuming from step 4; the checkpoints [6] are moved to {checkpoints}/set_aside/" in told
+    assert (
+        "WARNING    the checkpoint of step 6 is not used: cannot read the array 'weights/layers/w'"
+        in told
+    )
+    assert (
+        f"WARNING    resuming from step 4; the checkpoints [6] are moved to "
+        f"{checkpoints}/set_aside/" in told
+    )
     (event,) = events(directory)
     assert (event["step"], event["damaged_step"]) == (4, 6)
     assert [path.name for path in checkpoints.glob("set_aside/*/*")] == ["0000000006"]
@@ -125,7 +156,9 @@ def test_a_run_tells_what_is_damaged_and_what_it_sets_aside(tmp_path, capsys, ex
     assert "resuming from step 4; the checkpoints [6, 8] are moved to" in capsys.readouterr().out
     for step in (2, 4):
         shutil.rmtree(tmp_path / f"other/checkpoints/{step:010}")
-    with pytest.raises(ValueError, match=r"^no intact checkpoint in .* to resume from.* step 6: cannot read"):
+    with pytest.raises(
+        ValueError, match=r"^no intact checkpoint in .* to resume from.* step 6: cannot read"
+    ):
         run(tmp_path / "other", 8)
 
 
@@ -133,9 +166,15 @@ def test_a_run_tells_what_is_damaged_and_what_it_sets_aside(tmp_path, capsys, ex
 def test_checkpoints_at_a_url(tmp_path, monkeypatch, exact):
     """The run's other files stay in its directory; another run begins with the weights there."""
     read = []
-    monkeypatch.setattr(resume, "read_weights", lambda path, like, *_: read.append(path) or (like, {}))
+    monkeypatch.setattr(
+        resume, "read_weights", lambda path, like, *_: read.append(path) or (like, {})
+    )
     server = S3Server().__enter__()
-    for name, value in {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}.items():
+    for name, value in {
+        "ENDPOINT_URL": server.url,
+        "ACCESS_KEY_ID": "key",
+        "SECRET_ACCESS_KEY": "secret",
+    }.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     url = "s3://bucket/runs"
     directory = run(tmp_path / "run", 4, url)
@@ -146,9 +185,12 @@ def test_checkpoints_at_a_url(tmp_path, monkeypatch, exact):
     found, step = find_checkpoint(f"{url}/run")
     assert (found.store.url, step) == (f"{url}/run/checkpoints", 6)
     run(tmp_path / "next", 2, init_from=f"{url}/run/checkpoints/0000000004")
-    with pytest.raises(ValueError, match=r"no complete .* If the run set paths.checkpoints, look there"):
+    with pytest.raises(
+        ValueError, match=r"no complete .* If the run set paths.checkpoints, look there"
+    ):
         find_checkpoint(directory)
-    # The place is forgotten, or given to a run that had none: no run begins again over the steps that were done.
+    # The place is forgotten, or given to a run that had none: no run begins again over the steps
+    # that were done.
     for name, saved, given in (("run", url, None), ("local", "null", url)):
         message = f"Give paths.checkpoints={saved} paths.model_name={name}, or"
         done = losses(tmp_path / name)

@@ -1,4 +1,7 @@
-"""Weights that are gathered ahead: when, and what is rejected. Numbers: test_oracles.py; dtypes: test_bf16.py."""
+"""Weights that are gathered ahead: when, and what is rejected.
+
+Numbers: test_oracles.py; dtypes: test_bf16.py.
+"""
 
 import jax
 import pytest
@@ -14,14 +17,18 @@ def test_auto_gathers_once_where_there_is_nothing_to_gather():
     found = {}
     for mesh in ("one device", "t=8", "d=8", "r=2 d=2 t=2"):
         with jax.set_mesh(tiny.mesh(mesh)):
-            settings = [tiny.config(gather_weights=setting) for setting in ("layer", "auto", "step")]
+            settings = [
+                tiny.config(gather_weights=setting) for setting in ("layer", "auto", "step")
+            ]
             found[mesh] = [tiny.forward(c).gathers_ahead for c in settings]
     alone, sharded = [False, True, True], [False, False, True]
     assert found == {"one device": alone, "t=8": alone, "d=8": sharded, "r=2 d=2 t=2": sharded}
 
 
 @pytest.mark.parametrize(("how", "refused"), [("layer", "matmul"), ("step", "all_gather")])
-def test_a_layer_that_does_not_gather_a_weight_is_refused_where_all_are_gathered_ahead_too(how, refused):
+def test_a_layer_that_does_not_gather_a_weight_is_refused_where_all_are_gathered_ahead_too(
+    how, refused
+):
     old = '"M/fsdp F/t -> M F/t", w.w_up'
     assert SOURCE.count(old) == 1
     with module_of(SOURCE.replace(old, '"M/fsdp F/t -> M/fsdp F/t", w.w_up')) as changed_train:

@@ -1,4 +1,6 @@
-"""Inputs beside the tokens: arrays of a dataset that a model reads, from file to loss, against numpy indexing."""
+"""Inputs beside the tokens: arrays of a dataset that a model reads, from file to loss, against
+numpy indexing.
+"""
 
 import dataclasses
 import json
@@ -27,7 +29,9 @@ SEQ_LEN, KINDS = 10, 8
 
 
 def write(path, seed=0, documents=60, split="train"):
-    """`(path, ids, starts, values)` of a split, with two inputs: a kind below KINDS, and a float's bits."""
+    """`(path, ids, starts, values)` of a split, with two inputs: a kind below KINDS, and a float's
+    bits.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 30, documents)
     ids = rng.permutation(int(lengths.sum())) + 1
@@ -37,7 +41,12 @@ def write(path, seed=0, documents=60, split="train"):
     weight = rng.random(ids.size, np.float32)
     flat_tokens.add_input(str(path), split, "kind", kind)
     flat_tokens.add_input(str(path), split, "weight", weight.view(np.uint32))
-    return str(path), ids, np.cumsum(lengths) - lengths, np.stack([kind, weight.view(np.uint32)], axis=-1)
+    return (
+        str(path),
+        ids,
+        np.cumsum(lengths) - lengths,
+        np.stack([kind, weight.view(np.uint32)], axis=-1),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +54,7 @@ def dataset(tmp_path_factory):
     return write(tmp_path_factory.mktemp("data") / "d.zarr")
 
 
-# ---- the dataset --------------------------------------------------------------------------------------------------
+# ---- the dataset ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -59,9 +68,17 @@ def test_zarr_python_reads_it_and_the_split_stays_what_it_was(tmp_path, small_sh
     path, ids, _, values = write(tmp_path / "d")
     group = zarr.open_group(path, mode="r")["train"]
     np.testing.assert_array_equal(group["input_kind"][:], values[:, 0])
-    assert (group["input_kind"].dtype, group["input_kind"].shards, ids.size > 3 * 256) == (np.uint32, (256,), True)
-    np.testing.assert_array_equal(group["input_weight"][:].view(np.float32), values[:, 1].view(np.float32))
-    plain, both = (flat_tokens.Reader(path, "train", inputs=names) for names in ((), ("weight", "kind")))
+    assert (group["input_kind"].dtype, group["input_kind"].shards, ids.size > 3 * 256) == (
+        np.uint32,
+        (256,),
+        True,
+    )
+    np.testing.assert_array_equal(
+        group["input_weight"][:].view(np.float32), values[:, 1].view(np.float32)
+    )
+    plain, both = (
+        flat_tokens.Reader(path, "train", inputs=names) for names in ((), ("weight", "kind"))
+    )
     assert both.fingerprint.startswith(plain.fingerprint + ", weight ")
     start, length = np.array([7, ids.size - 5]), np.array([300, 5])
     for name, expected in (("kind", values[:, 0]), ("weight", values[:, 1])):
@@ -78,8 +95,16 @@ def test_zarr_python_reads_it_and_the_split_stays_what_it_was(tmp_path, small_sh
             lambda n: np.zeros(n - 1, np.uint32),
             r"train/input_new: the values are uint32\[901\], not uint32\[902",
         ),
-        ("new", lambda n: np.zeros(n, np.float32), r"values are float32\[902\], not .* values.view\(np.uint32\)"),
-        ("kind", lambda n: np.zeros(n, np.uint32), r"input_kind exists already, maybe incomplete. Delete it"),
+        (
+            "new",
+            lambda n: np.zeros(n, np.float32),
+            r"values are float32\[902\], not .* values.view\(np.uint32\)",
+        ),
+        (
+            "kind",
+            lambda n: np.zeros(n, np.uint32),
+            r"input_kind exists already, maybe incomplete. Delete it",
+        ),
         ("a/b", lambda n: np.zeros(n, np.uint32), r"'a/b' is not a valid name of an input"),
     ],
 )
@@ -103,7 +128,10 @@ def shorten(array):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, r"d/train: the array train/input_kind is missing .* Add it with flat_tokens.add_input"),
+        (
+            shutil.rmtree,
+            r"d/train: the array train/input_kind is missing .* Add it with flat_tokens.add_input",
+        ),
         (shorten, r"d/train is damaged: the size of input_kind is 500, not 902"),
         (cut_file, r"cannot read input_kind of tokens .*; a file is missing, truncated or corrupt"),
     ],
@@ -113,10 +141,12 @@ def test_a_damaged_one_is_refused(tmp_path, small_shards, damage, message):
     damage(tmp_path / "d/train/input_kind")
     with pytest.raises(ValueError, match=message):
         make_loader(DataConfig(filespec=path), "train", 4, SEQ_LEN, inputs=("weight", "kind"))
-    make_loader(DataConfig(filespec=path), "train", 4, SEQ_LEN, inputs=("weight",)).sequences(0, np.arange(4))
+    make_loader(DataConfig(filespec=path), "train", 4, SEQ_LEN, inputs=("weight",)).sequences(
+        0, np.arange(4)
+    )
 
 
-# ---- rows ---------------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -153,7 +183,9 @@ def test_rows_of_a_mixture(dataset, tmp_path):
     known = {}
     for tokens, given in ((dataset[1], dataset[3]), (ids, values)):
         whole = tokens.size // SEQ_LEN * SEQ_LEN
-        rows = zip(tokens[:whole].reshape(-1, SEQ_LEN), given[:whole, 0].reshape(-1, SEQ_LEN), strict=True)
+        rows = zip(
+            tokens[:whole].reshape(-1, SEQ_LEN), given[:whole, 0].reshape(-1, SEQ_LEN), strict=True
+        )
         known |= {tuple(row): kind for row, kind in rows}
     rows = load().sequences(5, np.arange(32))
     for row, found in zip(rows.targets, rows.inputs, strict=True):
@@ -165,18 +197,23 @@ def test_rows_of_a_mixture(dataset, tmp_path):
 
 @pytest.mark.quick
 def test_a_stream_has_none():
-    with pytest.raises(ValueError, match=r"data.stream is set, but the model also reads kind, .* set data.filespec"):
+    with pytest.raises(
+        ValueError, match=r"data.stream is set, but the model also reads kind, .* set data.filespec"
+    ):
         make_loader(DataConfig(stream=StreamConfig()), "train", 4, SEQ_LEN, inputs=("kind",))
 
 
-# ---- the model ----------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("mask", [True, False])
 def test_inputs_are_those_of_the_token_that_is_read(mask):
     rng = np.random.default_rng(0)
-    targets, inputs = rng.integers(1, 9, (3, 7)).astype(np.uint32), rng.integers(1, 9, (3, 7, 2)).astype(np.uint32)
+    targets, inputs = (
+        rng.integers(1, 9, (3, 7)).astype(np.uint32),
+        rng.integers(1, 9, (3, 7, 2)).astype(np.uint32),
+    )
     starts = rng.random((3, 7)) < 0.3
 
     def before(
@@ -192,7 +229,9 @@ def test_inputs_are_those_of_the_token_that_is_read(mask):
         for place in range(7):
             is_bos = place == 0 or (mask and starts[row, place])
             assert found[0][row, place] == (0 if is_bos else targets[row, place - 1])
-            assert found[1][row, place].tolist() == ([0, 0] if is_bos else inputs[row, place - 1].tolist())
+            assert found[1][row, place].tolist() == (
+                [0, 0] if is_bos else inputs[row, place - 1].tolist()
+            )
 
 
 WEIGHTED = """        weight = lax.bitcast_convert_type(tokens.inputs[..., 1], jnp.float32)
@@ -248,7 +287,10 @@ def losses(c, directory, mesh="one device"):
     with jax.set_mesh(tiny.mesh(mesh)):
         train.train(c, load_model(c.model), directory)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [*losses_of(directory), *(line["loss"] for line in lines if line.get("event") == "validation")]
+    return [
+        *losses_of(directory),
+        *(line["loss"] for line in lines if line.get("event") == "validation"),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +318,8 @@ def test_it_is_not_sampled(data, tmp_path):
     c = config(str(data), steps=2)
     c.training.sample_interval = 1
     with pytest.raises(
-        ValueError, match=r"sample_interval is 1, but the model also reads kind, weight, .*sample_interval=n"
+        ValueError,
+        match=r"sample_interval is 1, but the model also reads kind, weight, .*sample_interval=n",
     ):
         losses(c, tmp_path / "run")
     with (
@@ -289,5 +332,7 @@ def test_it_is_not_sampled(data, tmp_path):
 @pytest.mark.quick
 def test_a_name_that_is_no_tuple_is_refused(data, monkeypatch):
     monkeypatch.setattr(sys.modules["kinded"].Model, "inputs", "kind")
-    with pytest.raises(ValueError, match=r"whose Model has inputs 'kind'; it must be a tuple of names"):
+    with pytest.raises(
+        ValueError, match=r"whose Model has inputs 'kind'; it must be a tuple of names"
+    ):
         load_model(config(str(data)).model)

@@ -1,4 +1,7 @@
-"""The gradient of a lookup that is the same in each run: against numpy's sums. Steps with it: test_oracles.py."""
+"""The gradient of a lookup that is the same in each run: against numpy's sums.
+
+Steps with it: test_oracles.py.
+"""
 
 import re
 import types
@@ -30,7 +33,10 @@ def as_on_a_gpu(monkeypatch):
 @pytest.mark.long
 def test_sums_are_those_of_numpy():
     of_shapes = [("random", (2, 3), "float32"), ("random", (5,), "bfloat16")]
-    for name, shape, dtype in [*((name, (), "float32") for name in ("one id", "one row", "descending")), *of_shapes]:
+    for name, shape, dtype in [
+        *((name, (), "float32") for name in ("one id", "one row", "descending")),
+        *of_shapes,
+    ]:
         ids = IDS[name]
         rows = jnp.asarray(np.random.default_rng(1).normal(size=(len(ids), *shape)), dtype)
         expected = np.zeros((50, *shape))
@@ -56,13 +62,19 @@ SIZES = {"vocab": 64, "d_model": 32, "layers": 2, "n_kv": 8, "n_q_per_kv": 2, "d
 MODELS = {
     "tied": tiny.model(layers=2, tied_embeddings=True),
     "gpt2": gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=4, bos_id=0),
-    "experts": moe.ModelConfig(**SIZES, d_ff=24, experts=8, experts_per_token=3, capacity_factor=1.0),
+    "experts": moe.ModelConfig(
+        **SIZES, d_ff=24, experts=8, experts_per_token=3, capacity_factor=1.0
+    ),
 }
 
 
-@pytest.mark.parametrize("name", ["experts", *(pytest.param(x, marks=pytest.mark.long) for x in ("tied", "gpt2"))])
+@pytest.mark.parametrize(
+    "name", ["experts", *(pytest.param(x, marks=pytest.mark.long) for x in ("tied", "gpt2"))]
+)
 def test_a_step_scatters_nothing(name, as_on_a_gpu):
-    """Of what a step does, XLA would make each scatter of rows with equal ids a sort of all their entries."""
+    """Of what a step does, XLA would make each scatter of rows with equal ids a sort of all their
+    entries.
+    """
     c = tiny.config(MODELS[name], microbatches=2)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         state = jax.eval_shape(lambda: tiny.state(c))

@@ -1,4 +1,6 @@
-"""Shipped configurations on 1,024 devices, which need not exist: the types hold, and the proof accepts the steps."""
+"""Shipped configurations on 1,024 devices, which need not exist: the types hold, and the proof
+accepts the steps.
+"""
 
 import math
 
@@ -29,7 +31,10 @@ IN_CI = ("gpt2_124m", "local_experts")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=pytest.mark.long(every_case=True) if x in IN_CI else pytest.mark.slow) for x in MESHES],
+    [
+        pytest.param(x, marks=pytest.mark.long(every_case=True) if x in IN_CI else pytest.mark.slow)
+        for x in MESHES
+    ],
 )
 def test_a_shipped_configuration_is_proved_on_1024_devices(name):
     sizes = {"r": 1, "t": 1} | MESHES[name]

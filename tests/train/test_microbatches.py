@@ -1,4 +1,6 @@
-"""Gradient accumulation: the same gradients as the whole batch, in the memory of a part, communicating as it says."""
+"""Gradient accumulation: the same gradients as the whole batch, in the memory of a part,
+communicating as it says.
+"""
 
 import inspect
 from pathlib import Path
@@ -30,7 +32,9 @@ class Layers:
 
 
 def sum_of_squares(weights, targets):
-    """Σ s² over the microbatches, s the mean of tanh(w₃ … tanh(w₀ x)) over all of one; and its gradients. In numpy."""
+    """Σ s² over the microbatches, s the mean of tanh(w₃ … tanh(w₀ x)) over all of one; and its
+    gradients. In numpy.
+    """
     loss, gradients = 0.0, np.zeros_like(weights)
     for x in targets / 1280:
         inputs = [x]
@@ -59,7 +63,9 @@ def sum_of_squares(weights, targets):
     ],
 )
 def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, schedule, monkeypatch):
-    """From the loader to the gradients, in f64: it depends on which sequences are in a microbatch together."""
+    """From the loader to the gradients, in f64: it depends on which sequences are in a microbatch
+    together.
+    """
     mesh = tiny.mesh(mesh)
     p = mesh.shape.get("p", 1)
     placement = LayerPlacement(in_a_ring(p, 1), 4 // p)
@@ -74,7 +80,10 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, schedule, monkeypa
 
     def last(w, y, batch):
         size = y.size * shardops.axis_size("r") * shardops.axis_size("d")
-        return shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", y)) ** 2 / size**2
+        return (
+            shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", y)) ** 2
+            / size**2
+        )
 
     def first(w, batch):
         return jnp.float64(batch.targets) / 1280
@@ -88,14 +97,18 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, schedule, monkeypa
         return one(w, batch), {}
 
     def gatherable(self, w):
-        """The weights are not sharded; the step makes them copies over r where it adds up gradients."""
+        """The weights are not sharded; the step makes them copies over r where it adds up
+        gradients.
+        """
         return shardops.replicate("... -> ... *d" if m > 1 else "... -> ... *r *d", w)
 
     monkeypatch.setattr(train.Forward, "gatherable", gatherable)
     monkeypatch.setattr(train, "microbatch_loss", microbatch_loss)
     monkeypatch.setattr(train, "head_loss", lambda w, x, batch, forward: one(w, batch))
     c = tiny.config(microbatches=m, gather_weights="layer")
-    forward = train.Forward(SimpleNamespace(config=None, Weights=Layers, table=Layers(None)), c.training, None)
+    forward = train.Forward(
+        SimpleNamespace(config=None, Weights=Layers, table=Layers(None)), c.training, None
+    )
 
     @typed_shard_map
     def step(w: Layers, batch: train.Batch) -> tuple[f64[""], Layers]:
@@ -114,14 +127,21 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, schedule, monkeypa
     np.testing.assert_allclose(loss, expected, rtol=1e-12)
     np.testing.assert_allclose(g.layers, gradients, rtol=1e-10, atol=1e-14)
     another, _ = sum_of_squares(weights, rows.reshape(48 // m, m, 16).swapaxes(0, 1))
-    assert m == 1 or abs(another - expected) > 1e-4 * expected, "other sequences together give another loss"
+    assert m == 1 or abs(another - expected) > 1e-4 * expected, (
+        "other sequences together give another loss"
+    )
 
 
 def test_a_batch_of_another_number_of_microbatches_than_the_schedule_is_for_is_refused():
     c = tiny.config(tiny.model(layers=2), microbatches=2)
     with jax.set_mesh(tiny.mesh("p=2")):
-        state, batch = jax.eval_shape(lambda: tiny.state(c)), batch_shapes(tiny.BATCH, tiny.LENGTH, 4)
-        refused = pytest.raises(ValueError, match=r"the batch has 4 microbatches, but the schedule is for 2")
+        state, batch = (
+            jax.eval_shape(lambda: tiny.state(c)),
+            batch_shapes(tiny.BATCH, tiny.LENGTH, 4),
+        )
+        refused = pytest.raises(
+            ValueError, match=r"the batch has 4 microbatches, but the schedule is for 2"
+        )
         with refused:
             tiny.training_step(c).trace(state, batch, np.int32(0))
         with refused:
@@ -130,25 +150,31 @@ def test_a_batch_of_another_number_of_microbatches_than_the_schedule_is_for_is_r
 
 WEIGHTS = len(jax.tree.leaves(train.Llama(tiny.model()).table))
 COLLECTIVES = {
-    # Attention and the MLP each gather the positions and scatter their output; backward does the layer's gathers again,
-    # and each collective transposed. Outside the head gathers the positions, and the embedding scatters its output;
-    # three sums are in cross_entropy, and the loss, the number of targets and the norm are sums.
+    # Attention and the MLP each gather the positions and scatter their output; backward does the
+    # layer's gathers again, and each collective transposed. Outside the head gathers the positions,
+    # and the embedding scatters its output; three sums are in cross_entropy, and the loss, the
+    # number of targets and the norm are sums.
     "one": {
         "forward": {"all-gather": 9 + 2, "reduce-scatter": 2},
         "backward": {"all-gather": 9 + 2 + 2, "reduce-scatter": 9 + 2, "all-reduce": 9},
-        "outside": {"all-gather": 4 + 1, "reduce-scatter": 1 + 4, "all-reduce": 3 + 3 + WEIGHTS - 9},
+        "outside": {
+            "all-gather": 4 + 1,
+            "reduce-scatter": 1 + 4,
+            "all-reduce": 3 + 3 + WEIGHTS - 9,
+        },
     },
-    # Only t's, for the activations, are left in the loops. In a microbatch: the embeddings' scatter, the last norm's
-    # gather, each with its transpose; of the loss, one maximum and three sums. Outside: each weight's gather and
-    # scatter over d, its gradient's sum over r; the targets' count and the norm.
+    # Only t's, for the activations, are left in the loops. In a microbatch: the embeddings'
+    # scatter, the last norm's gather, each with its transpose; of the loss, one maximum and three
+    # sums. Outside: each weight's gather and scatter over d, its gradient's sum over r; the
+    # targets' count and the norm.
     "step": {
         "forward": {"all-gather": 2, "reduce-scatter": 2},
         "backward": {"all-gather": 4, "reduce-scatter": 2},
         "microbatches": {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 4},
         "outside": {"all-gather": WEIGHTS, "reduce-scatter": WEIGHTS, "all-reduce": WEIGHTS + 2},
     },
-    # Gradients are scattered in each microbatch, but summed over r once a step; and XLA takes the three gathers outside
-    # of layers out of the loop.
+    # Gradients are scattered in each microbatch, but summed over r once a step; and XLA takes the
+    # three gathers outside of layers out of the loop.
     "layer": {
         "forward": {"all-gather": 11, "reduce-scatter": 2},
         "backward": {"all-gather": 13, "reduce-scatter": 11},

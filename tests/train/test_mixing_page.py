@@ -1,4 +1,6 @@
-"""docs/mixing.md: its layers are proved, causal, right by numbers, and sampled; its table is what causality says."""
+"""docs/mixing.md: its layers are proved, causal, right by numbers, and sampled; its table is what
+causality says.
+"""
 
 import contextlib
 import itertools
@@ -25,7 +27,15 @@ from tests.support.recipes import ROOT
 PAGE = (ROOT / "docs/mixing.md").read_text()
 MIXING = "\n\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 SELECTING = MIXING.replace('"mixing"', '"selecting"') + "\n\nModel = Selecting\n"
-SIZES = {"vocab": 64, "d_model": 32, "layers": 2, "n_kv": 8, "n_q_per_kv": 1, "d_head": 4, "d_ff": 8}
+SIZES = {
+    "vocab": 64,
+    "d_model": 32,
+    "layers": 2,
+    "n_kv": 8,
+    "n_q_per_kv": 1,
+    "d_head": 4,
+    "d_ff": 8,
+}
 HEAD, *ROWS = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
 TWINS = {rejected.strip("`"): accepted.strip("`") for rejected, _, accepted in ROWS}
 
@@ -82,23 +92,32 @@ def test_the_delta_rule_is_a_loop(most):
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     beta, g = rng.random((3, 12, 2)), -rng.random((3, 12, 2))
     document = (rng.random((3, 12)) < 0.25).cumsum(1)
-    found = sys.modules["mixing"].delta_rule(*map(jnp.float32, (q, k, v, beta, g)), jnp.asarray(document), most)
+    found = sys.modules["mixing"].delta_rule(
+        *map(jnp.float32, (q, k, v, beta, g)), jnp.asarray(document), most
+    )
     np.testing.assert_allclose(found, looped(q, k, v, beta, g, document), atol=1e-5)
 
 
 def test_the_convolution_is_one_of_each_document():
     rng = np.random.default_rng(0)
-    v, taps = rng.normal(size=(1, 9, 2, 3)).astype(np.float32), rng.normal(size=(4, 3, 2)).astype(np.float32)
+    v, taps = (
+        rng.normal(size=(1, 9, 2, 3)).astype(np.float32),
+        rng.normal(size=(4, 3, 2)).astype(np.float32),
+    )
     cuts = (0, 2, 7, 9)
     positions = np.concatenate([np.arange(b - a) for a, b in itertools.pairwise(cuts)])[None]
     expected = np.zeros(v.shape)
     for a, b in itertools.pairwise(cuts):
         for head, entry in np.ndindex(2, 3):
-            expected[0, a:b, head, entry] = np.convolve(v[0, a:b, head, entry], taps[:, entry, head])[: b - a]
+            expected[0, a:b, head, entry] = np.convolve(
+                v[0, a:b, head, entry], taps[:, entry, head]
+            )[: b - a]
     with jax.set_mesh(tiny.mesh("one device")):
 
         @tiny.per_device
-        def run(v: f32["B/b L K/t D"], taps: f32["4 D K/t"], at: i32["B/b L"]) -> f32["B/b L K/t D"]:
+        def run(
+            v: f32["B/b L K/t D"], taps: f32["4 D K/t"], at: i32["B/b L"]
+        ) -> f32["B/b L K/t D"]:
             taps = shardops.replicate("4 D K/t -> 4 D K/t *r *d", taps)
             return sys.modules["mixing"].convolve(v, taps, at)
 
@@ -106,7 +125,7 @@ def test_the_convolution_is_one_of_each_document():
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def is_rejected(expression: str) -> bool:
@@ -116,7 +135,17 @@ def is_rejected(expression: str) -> bool:
         at, document = jnp.arange(x.shape[1]), tokens.document
         sees = (at[:, None] > at) & (document[:, :, None] == document[:, None])
         scores = jnp.einsum("bld,bsd->bls", x, x)
-        out = eval(expression, {"jax": jax, "jnp": jnp, "lax": lax, "sees": sees, "scores": scores, "v": x[:, :, None]})
+        out = eval(
+            expression,
+            {
+                "jax": jax,
+                "jnp": jnp,
+                "lax": lax,
+                "sees": sees,
+                "scores": scores,
+                "v": x[:, :, None],
+            },
+        )
         out = out.astype(x.dtype)
         return out[:, :, 0] if out.ndim == 4 else jnp.einsum("bls,bsd->bld", out, x)
 

@@ -1,11 +1,14 @@
-"""Every single change, of some kinds, to a spec or a collective of train.py or of its stages: what notices it.
+"""Every single change, of some kinds, to a spec or a collective of train.py or of its stages: what
+notices it.
 
-The first gate is tracing, on a mesh of r=2, d=2, t=2 that has no devices, and on one of p=2 more. A mutant that passes
-it is harmless if its program is the same to the letter (the StableHLO of training and evaluation step, in each of
-CONFIGS), or if it only leaves out to gather weights ahead, which are then gathered at their use: tools.verify sees the
-same numbers. Else it is for verify_only, and the second gate, tools.verify, must reject it.
+The first gate is tracing, on a mesh of r=2, d=2, t=2 that has no devices, and on one of p=2 more. A
+mutant that passes it is harmless if its program is the same to the letter (the StableHLO of
+training and evaluation step, in each of CONFIGS), or if it only leaves out to gather weights ahead,
+which are then gathered at their use: tools.verify sees the same numbers. Else it is for
+verify_only, and the second gate, tools.verify, must reject it.
 
-    python -m pytest -m slow -s tests/train/test_mutation_score.py      prints the score of both gates, on all cores
+    python -m pytest -m slow -s tests/train/test_mutation_score.py      prints the score of both
+    gates, on all cores
 """
 
 import ast
@@ -29,11 +32,13 @@ STAGES = "shardwright/program/stages.py"
 
 
 def verify_only(mutant: Mutant) -> bool:
-    """Whether no type can notice it: the loss is divided by a number that is the same on every device."""
+    """Whether no type can notice it: the loss is divided by a number that is the same on every
+    device.
+    """
     return mutant.kind in ("loss divided by a size", "loss divided by a multiple")
 
 
-# ---- the first gate -----------------------------------------------------------------------------------------------
+# ---- the first gate ------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -46,13 +51,19 @@ RESULTS = ("rejected", "the same program", "another program")
 
 def outcome(mutant: Mutant) -> str:
     """What becomes of a mutant: one of RESULTS."""
-    about_p = PIPELINE_AXIS in axes_of(mutant.before) ^ axes_of(mutant.after) or '"p"' in mutant.after
+    about_p = (
+        PIPELINE_AXIS in axes_of(mutant.before) ^ axes_of(mutant.after) or '"p"' in mutant.after
+    )
     same = True
-    for name in sorted(CONFIGS, key=lambda name: CONFIGS[name][0] != about_p):  # first where it is noticed sooner
+    for name in sorted(CONFIGS, key=lambda name: CONFIGS[name][0] != about_p):
+        # first where it is noticed sooner
         if not CONFIGS[name][0] and same_without_p(mutant):
             continue
         try:
-            same = program(mutant.source, CONFIGS[name], mutant.file).is_same(own_program(name)) and same
+            same = (
+                program(mutant.source, CONFIGS[name], mutant.file).is_same(own_program(name))
+                and same
+            )
         except (ValueError, TypeError, NameError, AttributeError, NotImplementedError):
             return "rejected"
     if same:
@@ -65,24 +76,32 @@ def axes_of(text: str) -> set[str]:
 
 
 def same_without_p(mutant: Mutant) -> bool:
-    """Whether a mutated spec means what it did on a mesh without p: there its marks are left out before it is read."""
+    """Whether a mutated spec means what it did on a mesh without p: there its marks are left out
+    before it is read.
+    """
     try:
         before, after = (ast.literal_eval(text) for text in (mutant.before, mutant.after))
     except (ValueError, SyntaxError):
         return False  # a call
     try:
         if "->" not in before:
-            before, after = (parse_shape(spec).without((PIPELINE_AXIS,)) for spec in (before, after))
+            before, after = (
+                parse_shape(spec).without((PIPELINE_AXIS,)) for spec in (before, after)
+            )
             return before == after
         before, after = (parse_op(spec) for spec in (before, after))
     except ShardError:
         return False
 
     def left_out(op):
-        return OpSpec(tuple(s.without((PIPELINE_AXIS,)) for s in op.lhs), op.rhs.without((PIPELINE_AXIS,)))
+        return OpSpec(
+            tuple(s.without((PIPELINE_AXIS,)) for s in op.lhs), op.rhs.without((PIPELINE_AXIS,))
+        )
 
     # An operation that does nothing without p is passed over, if p is named: see does_nothing.
-    idle = [left_out(op).lhs == (left_out(op).rhs,) and left_out(op) != op for op in (before, after)]
+    idle = [
+        left_out(op).lhs == (left_out(op).rhs,) and left_out(op) != op for op in (before, after)
+    ]
     return left_out(before) == left_out(after) and idle[0] == idle[1]
 
 
@@ -96,7 +115,9 @@ def test_every_change_of_a_kind_is_made():
     assert found["+axis dropped"] == {"B/d L -> B/d L/t"}
     assert "B/d L +d -> B/d L/t" in found["axis swapped"]
     assert found["axis swapped"] >= {"B/r L +t -> B/d L/t", "B/d L +t -> B/d L/r"}
-    assert {"B/d L/r +t -> B/d L/t", "B/d/t L +t -> B/d L/t", "B/d L +t -> B/d L/t/d"} - found["/axis added"] == {
+    assert {"B/d L/r +t -> B/d L/t", "B/d/t L +t -> B/d L/t", "B/d L +t -> B/d L/t/d"} - found[
+        "/axis added"
+    ] == {
         "B/d/t L +t -> B/d L/t"  # stands as B/t/d, the order of axes
     }
     assert "B/t L +d -> B/t L/d" in found["axes exchanged in a whole spec"]
@@ -114,7 +135,9 @@ def test_every_change_of_a_kind_is_made():
     assert by_kind["loss divided by a size"] == by_kind["loss divided by a device's count"] == 1
     assert by_kind["loss divided by a multiple"] == 8
     assert sum(map(verify_only, all_mutants())) == 9
-    assert {"B/d/p L +t -> B/d L/t", "B/d L/p +t -> B/d L/t", "B/d L +t -> B/d L/t/p"} <= found["/axis added"]
+    assert {"B/d/p L +t -> B/d L/t", "B/d L/p +t -> B/d L/t", "B/d L +t -> B/d L/t/p"} <= found[
+        "/axis added"
+    ]
     assert {mutant.after for mutant in all_mutants() if mutant.before == '"+p ->"'} >= {
         '"->"',
         '"+t ->"',
@@ -167,7 +190,9 @@ def test_score():
     counts = collections.defaultdict(collections.Counter)
     others = []
     processes = multiprocessing.get_context("spawn")  # forks of a process that has run JAX may hang
-    with concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=processes) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        len(os.sched_getaffinity(0)), mp_context=processes
+    ) as pool:
         results = pool.map(numbered_outcome, range(len(all_mutants())), chunksize=32)
         for i, (mutant, result) in enumerate(zip(all_mutants(), results, strict=True), 1):
             counts[mutant.kind][result] += 1
@@ -187,7 +212,7 @@ def test_score():
     assert total["rejected"] >= 0.95 * changing
 
 
-# ---- the second gate ----------------------------------------------------------------------------------------------
+# ---- the second gate -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow

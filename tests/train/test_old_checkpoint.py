@@ -1,4 +1,6 @@
-"""A checkpoint that an earlier version of the program wrote: a run goes on from it as it would have then."""
+"""A checkpoint that an earlier version of the program wrote: a run goes on from it as it would have
+then.
+"""
 
 import tarfile
 from pathlib import Path
@@ -16,7 +18,8 @@ from tests.support.losses_of_runs import losses
 
 ROOT = Path(__file__).parents[2]
 RECORDED = [6.082516670227051, 5.727694034576416, 5.811829090118408]
-"""Losses of the steps after the checkpoint's three, as an earlier version had them in the same run."""
+"""Losses of the steps after the checkpoint's three, as an earlier version had them in the same
+run."""
 
 
 @pytest.mark.long
@@ -34,5 +37,6 @@ def test_it_goes_on_as_it_would_have_then(tmp_path, monkeypatch):
     with jax.set_mesh(tiny.mesh("one device")):
         train.train(c, load_model(c.model), tmp_path)
     assert losses(tmp_path)[:3] == before
-    # Of another jax or processor, sums are in another order and exp is another: f32 rounding, through two updates.
+    # Of another jax or processor, sums are in another order and exp is another: f32 rounding,
+    # through two updates.
     np.testing.assert_allclose(losses(tmp_path)[3:], RECORDED, rtol=1e-5)

@@ -1,8 +1,9 @@
 """Whole training steps against oracles: model × settings × mesh.
 
-A row is a model, the mesh, and settings of training. One step must have the loss and the gradients of the oracle, which
-is transformers' own class or, for rules that no class has, the dense computation of tests/support/dense.py; and move
-the weights as AdamW and Muon in NumPy move them by these gradients.
+A row is a model, the mesh, and settings of training. One step must have the loss and the gradients
+of the oracle, which is transformers' own class or, for rules that no class has, the dense
+computation of tests/support/dense.py; and move the weights as AdamW and Muon in NumPy move them by
+these gradients.
 """
 
 import dataclasses
@@ -29,7 +30,11 @@ BLOCKS = {"attention": "blockwise", "attention_block": 5}
 STEP = {"microbatches": 2, "gather_weights": "step"}
 LAYER = {"microbatches": 2, "gather_weights": "layer"}
 IN_V = {"microbatches": 4, "schedule": "zb_v", "virtual_stages": 2}
-OWN = {"algorithm": "tests.support.own_parts:sgd", "loss": "tests.support.own_parts:halved", "learning_rate": 100.0}
+OWN = {
+    "algorithm": "tests.support.own_parts:sgd",
+    "loss": "tests.support.own_parts:halved",
+    "learning_rate": 100.0,
+}
 POOLS = {"pools": 4, "capacity_factor": 8.0}  # which drop nothing
 
 
@@ -55,22 +60,49 @@ ROWS = [
     row("GPT2", "c=4 t=2", **LAYER, context="gather", save="offload"),
     row("GPT2", STAGES, **STEP, schedule="zb_h1", optimizer={"algorithm": "muon"}),
     row("Mixtral", C2, **LAYER, model=POOLS, optimizer={"algorithm": "muon"}),
-    row("Qwen3Moe", "p=2 e=2 d=2", **STEP, gpu=True, model={"capacity_factor": 3.0}, schedule="1f1b"),
+    row(
+        "Qwen3Moe", "p=2 e=2 d=2", **STEP, gpu=True, model={"capacity_factor": 3.0}, schedule="1f1b"
+    ),
     row("Qwen2Moe", "e=2 d=2 t=2", **LAYER, model=POOLS),
     row("Glm4Moe", "p=2 e=2 t=2", **STEP, model={"bias_rate": 0.0}, schedule="1f1b"),
-    row("DeepseekV3", C2, context="ring", attention_block=5, **LAYER, model={"bias_rate": 0.0} | POOLS),
-    row("DeepseekV3", STAGES, **STEP, **BLOCKS, model={"bias_rate": 0.0}, optimizer={"algorithm": "muon"}),
+    row(
+        "DeepseekV3",
+        C2,
+        context="ring",
+        attention_block=5,
+        **LAYER,
+        model={"bias_rate": 0.0} | POOLS,
+    ),
+    row(
+        "DeepseekV3",
+        STAGES,
+        **STEP,
+        **BLOCKS,
+        model={"bias_rate": 0.0},
+        optimizer={"algorithm": "muon"},
+    ),
     row("DeepseekV3 lite", "e=2 d=2 t=2", model={"bias_rate": 0.0}, save="dots"),
-    row("DeepseekV3 lite", "d=2 c=2 t=2", context="ulysses", model={"bias_rate": 0.0}, loss_chunk=8),
+    row(
+        "DeepseekV3 lite", "d=2 c=2 t=2", context="ulysses", model={"bias_rate": 0.0}, loss_chunk=8
+    ),
     row("Qwen3Next", "e=2 d=2 t=2", **LAYER, model=POOLS | {"chunk": 4}, loss_chunk=4),
-    row("Qwen3Next", STAGES, **STEP, model={"chunk": 16}, schedule="1f1b", optimizer={"algorithm": "muon"}),
+    row(
+        "Qwen3Next",
+        STAGES,
+        **STEP,
+        model={"chunk": 16},
+        schedule="1f1b",
+        optimizer={"algorithm": "muon"},
+    ),
     row("Olmoe", "e=4 t=2", **STEP, save="dots", unroll=None, gpu=True),
     row("Qwen2", C2, context="ulysses", attention="einsum", loss_chunk=8),
     row("Mistral", "d=2 c=4", context="ring", attention_block=3, **LAYER, save="dots"),
     row("Olmo2", "d=2 t=4", microbatches=4),
     row("Olmo3", "d=2 c=2 t=2", context="ring", attention_block=5, **LAYER),
     row("SmolLM3", STAGES, **BLOCKS, **STEP, schedule="zb_h1", loss_chunk=4),
-    row("Gemma2", C2, context="gather", attention="blockwise", attention_block=5, unroll=2, gpu=True),
+    row(
+        "Gemma2", C2, context="gather", attention="blockwise", attention_block=5, unroll=2, gpu=True
+    ),
     row("Gemma3", "r=2 d=2 t=2", **STEP, unroll=None, loss_chunk=4),
     row("Phi3", "p=4 t=2", microbatches=8, schedule="1f1b", save="nothing"),
     row("GptOss", "d=2 c=2 t=2", context="ring", attention_block=5, **LAYER, gpu=True),
@@ -113,7 +145,9 @@ def config(of: Truth, settings: dict):
     """The configuration of a row."""
     settings = dict(settings)
     parts = {name: settings.pop(name, {}) for name in ("model", "optimizer", "gpu")}
-    stages = {name: settings.pop(name) for name in ("schedule", "virtual_stages") if name in settings}
+    stages = {
+        name: settings.pop(name) for name in ("schedule", "virtual_stages") if name in settings
+    }
     stages = {"schedule": "gpipe"} | stages
     c = tiny.config(dataclasses.replace(of.config, **parts["model"]), **settings)
     c.optimizer = tiny.optimizer(schedule="constant", schedule_steps=None, **parts["optimizer"])
@@ -152,19 +186,25 @@ def in_order(weights, order):
 
 
 def close(found: np.ndarray, expected: np.ndarray, least: float, where: str) -> None:
-    """A gradient, up to f32 rounding of its largest entry, of `least` at least; each expert up to its own.
+    """A gradient, up to f32 rounding of its largest entry, of `least` at least; each expert up to
+    its own.
 
-    Where CPUs sum in another order, an entry of "no positions" is 2.2e-5 off, and the norm 9e-6 from the one of f64.
+    Where CPUs sum in another order, an entry of "no positions" is 2.2e-5 off, and the norm 9e-6
+    from the one of f64.
     """
     of_experts = where.endswith(("w_gate", "w_up", "w_down")) and expected.ndim == 4
     scale = np.abs(expected).max(axis=(2, 3) if of_experts else None, keepdims=True)
-    np.testing.assert_allclose((found - expected) / np.maximum(scale, least), 0, atol=4e-5, err_msg=where)
+    np.testing.assert_allclose(
+        (found - expected) / np.maximum(scale, least), 0, atol=4e-5, err_msg=where
+    )
 
 
 @pytest.mark.parametrize(("name", "mesh", "settings"), ROWS)
 def test_a_step_is_that_of_its_oracle(name, mesh, settings, monkeypatch):
     if settings.get("gpu"):
-        monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
+        monkeypatch.setattr(
+            products, "target_device", lambda: types.SimpleNamespace(platform="gpu")
+        )
     of = truth(name, settings)
     c = config(of, settings)
     model = rule_models.KINDS[name](c.model) if name in rule_models.KINDS else load_model(c.model)
@@ -177,17 +217,21 @@ def test_a_step_is_that_of_its_oracle(name, mesh, settings, monkeypatch):
         placed = tiny.place_batch(c, batch())
         if "p=" in mesh and not c.optimizer.z_loss:
             nats, targets = train.make_evaluation_step(c, model)(start.weights, placed)
-            np.testing.assert_allclose(nats / targets, of.loss, rtol=2e-5)  # sums of f32 in the order of the CPU
+            # sums of f32 in the order of the CPU
+            np.testing.assert_allclose(nats / targets, of.loss, rtol=2e-5)
         state, metrics = train.make_training_step(c, model)(start, placed, np.int32(STEPS - 1))
         back = None if order is None else np.argsort(order)
-        weights, moment = (in_order(jax.tree.map(np.asarray, x), back) for x in (state.weights, state.adam_mu))
+        weights, moment = (
+            in_order(jax.tree.map(np.asarray, x), back) for x in (state.weights, state.adam_mu)
+        )
     is_own = c.optimizer.algorithm == OWN["algorithm"]
     of_loss = jax.tree.map(lambda g: np.float64(g) / (1 + is_own), of.gradients)
     norm = math.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(of_loss)))
     np.testing.assert_allclose(metrics.loss, of.loss / (1 + is_own), rtol=1e-5)
     np.testing.assert_allclose(metrics.grad_norm, norm, rtol=2e-5)
     assert norm > c.optimizer.clip_norm, "gradients are clipped"
-    # Those of the biases of keys are 0 but for rounding: they add the same to all scores of a query.
+    # Those of the biases of keys are 0 but for rounding: they add the same to all scores of a
+    # query.
     least = 1e-2 * max(np.abs(g).max() for g in jax.tree.leaves(of_loss))
     trees = of.weights, weights, moment, model.table
     for (path, g), *of_weight in zip(

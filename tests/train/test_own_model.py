@@ -1,4 +1,6 @@
-"""The model that docs/models.md begins with: sampled with a cache, and refused without declarations."""
+"""The model that docs/models.md begins with: sampled with a cache, and refused without
+declarations.
+"""
 
 import sys
 
@@ -59,7 +61,8 @@ class Model(Model):
 @pytest.mark.quick
 def test_a_weight_that_is_not_declared_as_one_is_refused_in_one_line(tmp_path):
     refused = (
-        r"^model.module is 'plain', whose weight embed has the type f32\['V/t/p M/fsdp'\]; declare it by matrix, .*$"
+        r"^model.module is 'plain', whose weight embed has the type f32\['V/t/p M/fsdp'\]; "
+        r"declare it by matrix, .*$"
     )
     with imported("plain", PLAIN, tmp_path) as plain, pytest.raises(ValueError, match=refused):
         load_model(plain.ModelConfig(**SIZES, module="plain"))

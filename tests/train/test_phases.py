@@ -24,7 +24,10 @@ from tests.support.losses_of_runs import losses
 
 __all__ = ["exact"]
 
-LENGTHS = [{"step": 3, "training.seq_len": 32}, {"step": 6, "training.batch_size": 16, "optimizer.learning_rate": 1e-3}]
+LENGTHS = [
+    {"step": 3, "training.seq_len": 32},
+    {"step": 6, "training.batch_size": 16, "optimizer.learning_rate": 1e-3},
+]
 
 
 def written(path, tokens: int, low: int = 0) -> str:
@@ -41,9 +44,13 @@ def data(tmp_path_factory) -> str:
 
 
 def config(data, changes=LENGTHS, **settings):
-    c = tiny.config(tiny.model(layers=1), eval_batches=0, changes=[dict(change) for change in changes])
+    c = tiny.config(
+        tiny.model(layers=1), eval_batches=0, changes=[dict(change) for change in changes]
+    )
     c.data.filespec = data
-    c.training = dataclasses.replace(c.training, steps=9, checkpoint_interval=2, keep_checkpoints=None)
+    c.training = dataclasses.replace(
+        c.training, steps=9, checkpoint_interval=2, keep_checkpoints=None
+    )
     for name, value in settings.items():
         section = next(x for x in (c.optimizer, c.data, c.training) if hasattr(x, name))
         setattr(section, name, value)
@@ -57,7 +64,7 @@ def run(directory, c):
         train.train(c, load_model(c.model), directory)
 
 
-# ---- batches ------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 def targets(c, step: int) -> np.ndarray:
@@ -67,18 +74,37 @@ def targets(c, step: int) -> np.ndarray:
 
 def test_tokens_before_a_step_and_steps_of_tokens(data):
     c = config(data)
-    assert [tokens_before(c, step) for step in (3, 6, 9)] == [3 * 128, 3 * 128 + 3 * 256, 3 * 128 + 3 * 256 + 3 * 512]
-    assert [steps_of(c, tokens) for tokens in (127, 128, 384, 640, 1152, 1663, 1664)] == [0, 1, 3, 4, 6, 6, 7]
+    assert [tokens_before(c, step) for step in (3, 6, 9)] == [
+        3 * 128,
+        3 * 128 + 3 * 256,
+        3 * 128 + 3 * 256 + 3 * 512,
+    ]
+    assert [steps_of(c, tokens) for tokens in (127, 128, 384, 640, 1152, 1663, 1664)] == [
+        0,
+        1,
+        3,
+        4,
+        6,
+        6,
+        7,
+    ]
 
 
 def test_epochs_before_a_batch_count_those_of_other_sizes(data):
     grows = [{"step": step, "training.batch_size": 8 * step} for step in (2, 4)]
-    assert loader_at(config(data, grows), 8).epochs_before(8) == Fraction(2 * 8 + 2 * 16 + 4 * 32, 250)
+    assert loader_at(config(data, grows), 8).epochs_before(8) == Fraction(
+        2 * 8 + 2 * 16 + 4 * 32, 250
+    )
 
 
 def test_the_sources_of_a_mixture_go_on_and_new_data_begins(tmp_path):
-    """Each source comes in its order, without a gap: also what was the only dataset, and one that is added."""
-    sources = {name: SourceConfig(written(tmp_path / name, 1600, low)) for name, low in {"a": 0, "b": 30}.items()}
+    """Each source comes in its order, without a gap: also what was the only dataset, and one that
+    is added.
+    """
+    sources = {
+        name: SourceConfig(written(tmp_path / name, 1600, low))
+        for name, low in {"a": 0, "b": 30}.items()
+    }
     plain = {name: dataclasses.asdict(source) for name, source in sources.items()}
     changes = [
         {"step": 2, "data.filespec": None, "data.mixture": plain},
@@ -99,7 +125,11 @@ def test_the_sources_of_a_mixture_go_on_and_new_data_begins(tmp_path):
 def test_two_sources_of_one_dataset_go_on_each_from_its_own_place(tmp_path):
     source = dataclasses.asdict(SourceConfig(written(tmp_path / "a", 3200, 0)))
     changes = [
-        {"step": 1, "data.filespec": None, "data.mixture": {"a": source | {"weight": 3.0}, "b": source}},
+        {
+            "step": 1,
+            "data.filespec": None,
+            "data.mixture": {"a": source | {"weight": 3.0}, "b": source},
+        },
         {"step": 4, "training.batch_size": 24},
     ]
     c = config(source["filespec"], changes, shuffle=False)
@@ -122,7 +152,7 @@ def test_batches_that_are_left_out_move_no_earlier_one(data):
     assert loader_at(skips, 6).state(6).keys() == {"before", "first", "dataset"}
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -133,13 +163,28 @@ def test_batches_that_are_left_out_move_no_earlier_one(data):
             "has training.seq_lne, which may not change .* Did you mean training.seq_len",
         ),
         ([{"step": 3, "model.layers": 2}], "has model.layers, which may not change during a run"),
-        ([{"step": 3, "optimizer.algorithm": "muon"}], "has optimizer.algorithm, which may not change"),
+        (
+            [{"step": 3, "optimizer.algorithm": "muon"}],
+            "has optimizer.algorithm, which may not change",
+        ),
         ([{"step": 3}, {"step": 3}], r"changes\[1\].step is 3; it must be a whole number above 3"),
-        ([{"step": 0, "training.seq_len": 32}], r"changes\[0\].step is 0; it must be a whole number above 0"),
+        (
+            [{"step": 0, "training.seq_len": 32}],
+            r"changes\[0\].step is 0; it must be a whole number above 0",
+        ),
         ([{"training.seq_len": 32}], r"changes\[0\].step is None"),
-        ([{"step": 3, "training.seq_len": "long"}], "after step 3: training.seq_len is long; it must be"),
-        ([{"step": 3, "training.seq_len": 0}], "after step 3: training.seq_len is 0; it must be at least 1"),
-        ([{"step": 3, "data.mixture.web.weight": 2}], "after step 3: no value for data.mixture.web.filespec; give"),
+        (
+            [{"step": 3, "training.seq_len": "long"}],
+            "after step 3: training.seq_len is long; it must be",
+        ),
+        (
+            [{"step": 3, "training.seq_len": 0}],
+            "after step 3: training.seq_len is 0; it must be at least 1",
+        ),
+        (
+            [{"step": 3, "data.mixture.web.weight": 2}],
+            "after step 3: no value for data.mixture.web.filespec; give",
+        ),
         ([{"step": 3, "optimizer.schedule": "wsd"}], "after step 3: optimizer.schedule is wsd and"),
     ],
 )
@@ -155,9 +200,14 @@ def test_a_wrong_entry_gets_one_line(data, changes, message):
         (
             LENGTHS[:1],
             {"seq_len": 64},
-            r"seq_len: checkpoint has 16, this run has 64.*change training.seq_len from step 4 on, add",
+            r"seq_len: checkpoint has 16, this run has 64.*change training.seq_len from step 4 on, "
+            r"add",
         ),
-        ([], {}, r"other settings after step 3:\n  training.seq_len: checkpoint has 32, this run has 16"),
+        (
+            [],
+            {},
+            r"other settings after step 3:\n  training.seq_len: checkpoint has 32, this run has 16",
+        ),
         ([{"step": 2, "training.seq_len": 8}, *LENGTHS], {}, "other settings after step 2:"),
         (
             LENGTHS,
@@ -183,7 +233,8 @@ def test_other_data_is_refused_with_the_remedy(data, tmp_path, exact):
     run(tmp_path / "run", config(data, [{"step": 2, "data.filespec": other}], steps=4))
     assert len(losses(tmp_path / "run")) == 4
     with pytest.raises(
-        ValueError, match=r"The checkpoint was made with other data.*first of 2,.*this run has .*first of 3,"
+        ValueError,
+        match=r"The checkpoint was made with other data.*first of 2,.*this run has .*first of 3,",
     ):
         run(tmp_path / "run", config(data, [{"step": 3, "data.filespec": other}], steps=6))
 
@@ -194,7 +245,11 @@ def test_data_of_later_phases_is_checked_before_the_first_step(data, tmp_path):
     mixture = {name: {"filespec": data} for name in ("a", "b")}
     for change, settings, message in [
         ({"data.filespec": str(train_only)}, {"eval_batches": 1}, "validation"),
-        ({"data.filespec": None, "data.mixture": mixture}, {"eval_epochs": 1.0}, "Only a single flat-tokens dataset"),
+        (
+            {"data.filespec": None, "data.mixture": mixture},
+            {"eval_epochs": 1.0},
+            "Only a single flat-tokens dataset",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             run(tmp_path / "run", config(data, [{"step": 3, **change}], **settings))

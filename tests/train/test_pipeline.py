@@ -1,4 +1,6 @@
-"""The executor of pipeline schedules in the training step: dropout, what stages may not do, memory. Whole steps and
+"""The executor of pipeline schedules in the training step: dropout, what stages may not do, memory.
+
+Whole steps and
 their evaluation: test_oracles.py; the executor in f64 against NumPy: test_microbatches.py.
 """
 
@@ -47,7 +49,9 @@ def traced_step(c: Config):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
 
     state = jax.tree.map(place, shapes, make_shardings(train.State[train.Transformer], like=shapes))
-    return tiny.training_step(c).trace(state, in_microbatches(tiny.host_batch(), c.training.microbatches), np.int32(0))
+    return tiny.training_step(c).trace(
+        state, in_microbatches(tiny.host_batch(), c.training.microbatches), np.int32(0)
+    )
 
 
 def matmuls(mesh: str, **pipeline) -> int:
@@ -66,12 +70,17 @@ def test_what_is_saved_is_not_computed_again():
 def dropout_step(mesh: str):
     """Loss and gradients of GPT-2 with dropout, on the host, layers in their order."""
     c = tiny.config(
-        gpt2.ModelConfig(vocab=64, positions=16, d_model=64, heads=4, layers=4, dropout=0.3, bos_id=0), microbatches=4
+        gpt2.ModelConfig(
+            vocab=64, positions=16, d_model=64, heads=4, layers=4, dropout=0.3, bos_id=0
+        ),
+        microbatches=4,
     )
     c.pipeline = PipelineConfig("zb_v", virtual_stages=2)
     seeds = np.arange(tiny.BATCH, dtype=np.uint32).reshape(4, -1)
 
-    def per_device(w: gpt2.GPT2, batch: train.Batch, seeds: u32["m B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
+    def per_device(
+        w: gpt2.GPT2, batch: train.Batch, seeds: u32["m B/r/d"]
+    ) -> tuple[f32[""], gpt2.GPT2]:
         return tiny.loss_and_gradients(w, batch, c, seeds)
 
     with jax.set_mesh(tiny.mesh(mesh)):
@@ -86,16 +95,24 @@ def dropout_step(mesh: str):
 
 @pytest.mark.long
 def test_dropout_is_that_of_one_device():
-    """A mask depends on row and layer, not on stage, microbatch or mesh, and is the same in forward and backward."""
-    (loss, embed, layers), (expected_loss, *expected) = dropout_step("p=2 d=2 t=2"), dropout_step("one device")
+    """A mask depends on row and layer, not on stage, microbatch or mesh, and is the same in forward
+    and backward.
+    """
+    (loss, embed, layers), (expected_loss, *expected) = (
+        dropout_step("p=2 d=2 t=2"),
+        dropout_step("one device"),
+    )
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     # What is added to all keys of a softmax has no gradient but rounding.
     np.testing.assert_allclose(layers.pop("b_k"), 0, atol=1e-6)
-    for found, of_one in [(embed, expected[0]), *((x, expected[1][name]) for name, x in layers.items())]:
+    for found, of_one in [
+        (embed, expected[0]),
+        *((x, expected[1][name]) for name, x in layers.items()),
+    ]:
         np.testing.assert_allclose(found, of_one, rtol=0, atol=1e-5 * np.abs(of_one).max())
 
 
-# ---- what a stage may not do --------------------------------------------------------------------------------------
+# ---- what a stage may not do ---------------------------------------------------------------------
 
 
 def shifted_by_shardops(x):
@@ -120,7 +137,8 @@ summed_in_the_backward_pass.defvjp(lambda x: (x, None), lambda _, g: (summed_pas
     [
         (
             shifted_by_shardops,
-            r"test_pipeline.py:\d+: a pipeline stage runs ppermute over p, which would wait forever: stages",
+            r"test_pipeline.py:\d+: a pipeline stage runs ppermute over p, which would wait "
+            r"forever: stages",
         ),
         (summed_past_shardops, r"a pipeline stage runs psum\w* over p, which would wait forever"),
         (summed_in_the_backward_pass, r"a pipeline stage runs psum\w* over p"),
@@ -134,9 +152,13 @@ def test_a_collective_over_p_in_a_stage_is_refused(reduce, message, monkeypatch)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("gather", "width"), [("layer", 32), pytest.param("step", 64, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("gather", "width"), [("layer", 32), pytest.param("step", 64, marks=pytest.mark.long)]
+)
 def test_a_stage_holds_its_part_of_the_vocabulary(gather, width):
-    """What the loop over ticks is given and carries: embedding and unembedding [64, 64], and their gradients."""
+    """What the loop over ticks is given and carries: embedding and unembedding [64, 64], and their
+    gradients.
+    """
     c = config()
     c.training.gather_weights = gather
     with jax.set_mesh(tiny.mesh("p=2 d=2")):
@@ -159,7 +181,9 @@ def scans_of(jaxpr):
 DIFFERS = ".*; it must be a scalar, the same on every device"
 
 
-@pytest.mark.parametrize(("given", "message"), [(jnp.mean, DIFFERS), (lambda x: jnp.zeros(3), r"f32\[3\]")])
+@pytest.mark.parametrize(
+    ("given", "message"), [(jnp.mean, DIFFERS), (lambda x: jnp.zeros(3), r"f32\[3\]")]
+)
 def test_what_is_no_scalar_or_differs_is_refused(given, message):
     class Wrong(train.Llama):
         def layer(self, x, w, tokens, attention):
@@ -167,12 +191,15 @@ def test_what_is_no_scalar_or_differs_is_refused(given, message):
 
     c = tiny.config(tiny.model())
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        state, step = jax.eval_shape(lambda: tiny.state(c)), train.make_training_step(c, Wrong(c.model))
+        state, step = (
+            jax.eval_shape(lambda: tiny.state(c)),
+            train.make_training_step(c, Wrong(c.model)),
+        )
         with pytest.raises(ShardError, match=f"a layer gives loss in its LayerAux: {message}"):
             step.lower(state, tiny.place_batch(c), np.int32(0))
 
 
-# ---- placement, settings ------------------------------------------------------------------------------------------
+# ---- placement, settings -------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -183,7 +210,9 @@ def test_rows_of_chunks():
     assert place_layers(8, in_a_ring(4, 1)).order is None
     down_and_up = place_layers(8, ((0, 3), (1, 2)))
     assert down_and_up.rows.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    with pytest.raises(ValueError, match=r"12 layers do not divide into 4 equal stages .*, each a multiple of 2"):
+    with pytest.raises(
+        ValueError, match=r"12 layers do not divide into 4 equal stages .*, each a multiple of 2"
+    ):
         place_layers(12, in_a_ring(2, 2), period=2)
 
 
@@ -201,11 +230,13 @@ def test_settings_that_do_not_fit(changes, message):
         training_table(c, load_model(c.model))
 
 
-# ---- memory and program size --------------------------------------------------------------------------------------
+# ---- memory and program size ---------------------------------------------------------------------
 
 
 def executor_program(m: int, schedule: str):
-    """The compiled executor alone on p=2: stages of one tanh layer each that saves what it gives."""
+    """The compiled executor alone on p=2: stages of one tanh layer each that saves what it
+    gives.
+    """
     placement = LayerPlacement(in_a_ring(2, 1), 1)
     table = tick_table(schedule_of(schedule)(2, m, 1))
 
@@ -216,7 +247,9 @@ def executor_program(m: int, schedule: str):
     def stage(w, x, numbers, part):
         return save_for_backward(jnp.tanh(x * w[0])), LayerAux()
 
-    parts = SimpleNamespace(first=lambda w, part: part, layers=stage, last=lambda w, x, _: jnp.sum(x))
+    parts = SimpleNamespace(
+        first=lambda w, part: part, layers=stage, last=lambda w, x, _: jnp.sum(x)
+    )
 
     @jax.jit
     def program(w, data):
@@ -228,14 +261,18 @@ def executor_program(m: int, schedule: str):
         return jax.shard_map(per_device, in_specs=(P("p"), P()), out_specs=(P(), P("p")))(w, data)
 
     with jax.set_mesh(make_mesh(jax.devices()[:2], p=2)):
-        w = jax.device_put(np.ones((2, 1024), np.float32), jax.NamedSharding(jax.sharding.get_mesh(), jax.P("p")))
+        w = jax.device_put(
+            np.ones((2, 1024), np.float32), jax.NamedSharding(jax.sharding.get_mesh(), jax.P("p"))
+        )
         return program.lower(w, jax.ShapeDtypeStruct((m, 1024), jnp.float32)).compile()
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", pytest.param("1f1b", marks=pytest.mark.long)])
 def test_memory_and_program_do_not_grow_with_microbatches(schedule):
     few, many = (executor_program(m, schedule) for m in (8, 32))
-    assert many.memory_analysis().temp_size_in_bytes <= 1.05 * few.memory_analysis().temp_size_in_bytes
+    assert (
+        many.memory_analysis().temp_size_in_bytes <= 1.05 * few.memory_analysis().temp_size_in_bytes
+    )
 
     def count(compiled):
         return len(re.findall(r"^\s+\S+ = ", compiled.as_text(), re.M))

@@ -17,11 +17,17 @@ def train(tmp_path):
     def run(old: str, new: str) -> subprocess.CompletedProcess:
         assert SOURCE.count(old) == 1
         (tmp_path / "train.py").write_text(SOURCE.replace(old, new))
-        arguments = ["--config-name=local_test_synthetic", "model.layers=1", f"paths.root_working_dir={tmp_path}"]
+        arguments = [
+            "--config-name=local_test_synthetic",
+            "model.layers=1",
+            f"paths.root_working_dir={tmp_path}",
+        ]
         arguments += [f"data.filespec={ROOT / 'synthetic_dataset.zarr'}"]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(4)}
         command = [sys.executable, "-m", "train", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
 
     return run
 
@@ -34,8 +40,8 @@ def test_a_wrong_edit(train, tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         f"train.py: {tmp_path / 'train.py'}",
-        f"train.py:{line}: `jax.nn.silu(jnp.float32(gate)) * x`: mul got incompatible shapes for broadcasting: "
-        "(32, 64, 512), (32, 32, 256)",
+        f"train.py:{line}: `jax.nn.silu(jnp.float32(gate)) * x`: mul got incompatible shapes for "
+        f"broadcasting: (32, 64, 512), (32, 32, 256)",
         "  gate: like `B/b L F/t`, f32[32,64,512] {varying over r, t, d}",
         "  x: `B/b L/t M`, f32[32,32,256] {varying over r, t, d}",
         "  sizes so far: B=64, L=64, M=256, K=2, Q=2, D=32, F=1024; mesh: r=1, d=2, t=2",

@@ -1,4 +1,6 @@
-"""The step on thousands of devices, of which there are none here: types, and what each device is given to do."""
+"""The step on thousands of devices, of which there are none here: types, and what each device is
+given to do.
+"""
 
 import copy
 import functools
@@ -37,7 +39,9 @@ load = functools.cache(load_now)
 
 
 def load_for(name: str, mesh: dict[str, int]) -> Config:
-    """The configuration with the smallest batch that this mesh divides, and microbatches for its stages."""
+    """The configuration with the smallest batch that this mesh divides, and microbatches for its
+    stages.
+    """
     c = copy.deepcopy(load(name))
     c.training.microbatches = math.lcm(c.training.microbatches, mesh.get("p", 1))
     c.training.batch_size = mesh["r"] * mesh["d"] * c.training.microbatches
@@ -81,13 +85,19 @@ def test_every_step_type_checks_on_2048_devices_where_they_divide_its_sizes(name
 @pytest.mark.long
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_model_is_refused_just_where_its_weights_do_not_divide(name):
-    """On all meshes of 2048 devices: check_divides, which names settings, against the check of the weights alone."""
+    """On all meshes of 2048 devices: check_divides, which names settings, against the check of the
+    weights alone.
+    """
     powers = [2**i for i in range(DEVICES.bit_length())]
     outcomes = set()
-    for sizes in (sizes for sizes in itertools.product(powers, repeat=3) if math.prod(sizes) == DEVICES):
+    for sizes in (
+        sizes for sizes in itertools.product(powers, repeat=3) if math.prod(sizes) == DEVICES
+    ):
         c = load_for(name, dict(zip("rdt", sizes, strict=True)))
         c.training.seq_len = DEVICES
-        with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, tuple("rdt"), axis_types=(AxisType.Explicit,) * 3)):
+        with jax.sharding.use_abstract_mesh(
+            AbstractMesh(sizes, tuple("rdt"), axis_types=(AxisType.Explicit,) * 3)
+        ):
             by_weights = passes(check_table, load_model(c.model).table)
         assert passes(check_divides, c, dict(zip("rdt", sizes, strict=True))) == by_weights, sizes
         outcomes.add(by_weights)
@@ -105,11 +115,19 @@ def test_a_step_that_communicates_wrongly_is_refused_on_2048_devices(monkeypatch
 @pytest.mark.slow
 def test_verify_checks_meshes_of_which_no_device_exists():
     settings = ["verify.compiled=false", "verify.devices=2048", "verify.meshes=[32x8x8,4x16x32]"]
-    command = [sys.executable, "-m", "tools.verify", "--config-name=flat_tokens_c4_a100x8_84m", *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.verify",
+        "--config-name=flat_tokens_c4_a100x8_84m",
+        *settings,
+    ]
     command += ["training.batch_size=256"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     checked, refused, *_, summary = result.stdout.splitlines()
-    assert refused == ("r=4 d=16 t=32: model.n_kv is 8; on the mesh r=4 d=16 t=32 it must be a multiple of t = 32.")
+    assert refused == (
+        "r=4 d=16 t=32: model.n_kv is 8; on the mesh r=4 d=16 t=32 it must be a multiple of t = 32."
+    )
     assert checked == "r=32 d=8 t=8: in exact arithmetic as on one device"
     assert summary == "All 1 meshes agree with one device."

@@ -1,4 +1,6 @@
-"""Weights smaller than the mesh: hyper-connections (arXiv 2409.19606) of three streams, and a number for each layer."""
+"""Weights smaller than the mesh: hyper-connections (arXiv 2409.19606) of three streams, and a
+number for each layer.
+"""
 
 import dataclasses
 
@@ -54,10 +56,17 @@ class Hyper(train.Llama):
     @typed
     def layer(self, s: Streams, w: Layer, tokens: Tokens, attention: object) -> Streams:
         read = shardops.all_gather("N/t/fsdp -> N", w.read)
-        x = shardops.einsum_unreduced("B/b L/c/t N M, N -> B/b L/c/t M", jnp.float32(s.x), read).astype(s.x.dtype)
+        x = shardops.einsum_unreduced(
+            "B/b L/c/t N M, N -> B/b L/c/t M", jnp.float32(s.x), read
+        ).astype(s.x.dtype)
         y = super().layer(x, w, tokens, attention) - x
-        scale, factor = shardops.all_gather("->", w.scale), shardops.all_gather("1/t/fsdp -> 1", w.factor)
-        y = shardops.einsum_unreduced("B/b L/c/t M, , 1 -> B/b L/c/t M", y, scale, factor).astype(s.x.dtype)
+        scale, factor = (
+            shardops.all_gather("->", w.scale),
+            shardops.all_gather("1/t/fsdp -> 1", w.factor),
+        )
+        y = shardops.einsum_unreduced("B/b L/c/t M, , 1 -> B/b L/c/t M", y, scale, factor).astype(
+            s.x.dtype
+        )
         mix = shardops.all_gather("N O/t/fsdp -> N O", w.mix)
         mixed = shardops.einsum_unreduced("B/b L/c/t N M, N O -> B/b L/c/t O M", s.x, mix)
         return Streams(s.x + mixed + y[:, :, None])
@@ -77,7 +86,12 @@ def trained(mesh: str) -> tuple:
         step = train.make_training_step(c, model)
         state, metrics = step(state, tiny.place_batch(c), np.int32(0))
         found = find_unsound(tiny.step_of(tiny.forward_of(model, c.training, True), rows=4))
-        return float(metrics.loss), float(metrics.grad_norm), jax.tree.map(np.asarray, state.adam_mu), found
+        return (
+            float(metrics.loss),
+            float(metrics.grad_norm),
+            jax.tree.map(np.asarray, state.adam_mu),
+            found,
+        )
 
 
 @pytest.mark.long(every_case=True)

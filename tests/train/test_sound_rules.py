@@ -1,4 +1,5 @@
-"""Rules of attention are checked on every path; and what the two traces of a check share does not blind it.
+"""Rules of attention are checked on every path; and what the two traces of a check share does not
+blind it.
 
 Each edit of train.py is wrong: `old` becomes `new`, and a line of `new` must be named.
 """
@@ -45,16 +46,26 @@ def score(text):
 
 
 WRONG_RULES = {
-    "ALiBi by the heads of a device": score("scores - 2.0 ** (-8.0 * (heads + 1) / heads.size) * (q.index - k.index)"),
-    "the number of a row": score("scores * (1 + jnp.arange(scores.shape[0])[:, None, None, None, None])"),
+    "ALiBi by the heads of a device": score(
+        "scores - 2.0 ** (-8.0 * (heads + 1) / heads.size) * (q.index - k.index)"
+    ),
+    "the number of a row": score(
+        "scores * (1 + jnp.arange(scores.shape[0])[:, None, None, None, None])"
+    ),
     "the index of a device": score("scores * (1 + lax.axis_index('t'))"),
     "a window of a device's positions": (
         ATTEND,
         with_rule("mask_mod=(masks.causal, masks.Window(q[:, :, 0].size // 64))"),
     ),
     "a scale of a device's heads": (ATTEND, with_rule("scale=q.shape[2] ** -0.5")),
-    "a soft-cap of a device's heads": (ATTEND, with_rule("score_mod=masks.SoftCap(float(q.shape[2]))")),
-    "a factor of a device's heads": (ATTEND, with_rule("score_mod=lambda scores, *_, n=q.shape[2]: scores * n")),
+    "a soft-cap of a device's heads": (
+        ATTEND,
+        with_rule("score_mod=masks.SoftCap(float(q.shape[2]))"),
+    ),
+    "a factor of a device's heads": (
+        ATTEND,
+        with_rule("score_mod=lambda scores, *_, n=q.shape[2]: scores * n"),
+    ),
     "a condition of a device's heads": (
         ATTEND,
         with_rule("mask_mod=(masks.causal, lambda q, k, n=q.shape[2]: q.index - k.index < n)"),
@@ -65,13 +76,17 @@ WRONG_RULES = {
     ),
     "learned by the place of a head": (
         ATTEND,
-        "attention(q, k, v, dataclasses.replace(self.mask, score_mod=lambda s, q, k, h, b: s * b[..., None, None]), "
-        "jnp.float32(q).max((1, 4)) * 0 + jnp.arange(q.shape[2])[:, None])",
+        "attention(q, k, v, dataclasses.replace(self.mask, score_mod=lambda s, q, k, h, b: s * "
+        "b[..., None, None]), jnp.float32(q).max((1, 4)) * 0 + jnp.arange(q.shape[2])[:, None])",
     ),
 }
 RIGHT_RULES = {
     "ALiBi": score("scores - 2.0 ** (-8.0 * (heads + 1) / 16) * (q.index - k.index)"),
-    "a window": (RULE, "    mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document, masks.Window(4)))"),
+    "a window": (
+        RULE,
+        "    mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document, "
+        "masks.Window(4)))",
+    ),
     "a soft-cap, made in the layer": (ATTEND, with_rule("score_mod=masks.SoftCap(5.0), scale=0.3")),
 }
 WRONG_PAIRS = [  # a rule and the path that it takes
@@ -96,7 +111,11 @@ CALLED_LATER = (
     "the loss, stages",
 )
 """Rules that are applied elsewhere, where no call leads from the edited line to the operation."""
-RIGHT_PAIRS = [("ALiBi", "blockwise"), ("a window", "ring"), ("a soft-cap, made in the layer", "ulysses")]
+RIGHT_PAIRS = [
+    ("ALiBi", "blockwise"),
+    ("a window", "ring"),
+    ("a soft-cap, made in the layer", "ulysses"),
+]
 QUICK = ("a dict", "a window, c")
 HELPER = "\n@functools.cache\ndef devices():\n    return shardops.axis_size('t')\n"
 SEEN = ("\nSEEN = {}\n", "SEEN.setdefault('t', shardops.axis_size('t'))")
@@ -110,18 +129,28 @@ WRONG_STATE = {  # what is kept of a trace: edits
         (LOSS, f"{LOSS} / SEEN['t']"),
     ),
     "an attribute of a class": (
-        (CLASS, f"{CLASS}\n        type(self).devices = getattr(type(self), 'devices', shardops.axis_size('t'))"),
+        (
+            CLASS,
+            f"{CLASS}\n        type(self).devices = getattr(type(self), 'devices', "
+            "shardops.axis_size('t'))",
+        ),
         (EMBEDDED, f"{EMBEDDED} * self.devices"),
     ),
 }
 WRONG_PRESENCE = {  # what depends on whether there is an axis: the mesh, and edits
     "the loss, e": ("d=2 e=2 t=2", (LOSS, f"{LOSS} * (2.0 if 'e' in {AXES} else 1.0)")),
-    "the embedding, c": ("d=2 c=2 t=2", (EMBEDDED, f"{EMBEDDED} * (2.0 if 'c' in {AXES} else 1.0)")),
+    "the embedding, c": (
+        "d=2 c=2 t=2",
+        (EMBEDDED, f"{EMBEDDED} * (2.0 if 'c' in {AXES} else 1.0)"),
+    ),
     "a window, c": (
         "d=2 c=2 t=2",
         (ATTEND, with_rule(f"mask_mod=(masks.causal, *[masks.Window(3)] * ('c' in {AXES}))")),
     ),
-    "a score, c": ("d=2 c=2 t=2", (ATTEND, with_rule(f"score_mod=lambda s, *_: s * (2 if 'c' in {AXES} else 1)"))),
+    "a score, c": (
+        "d=2 c=2 t=2",
+        (ATTEND, with_rule(f"score_mod=lambda s, *_: s * (2 if 'c' in {AXES} else 1)")),
+    ),
     "the optimizer, e": (
         "d=2 e=2 t=2",
         ("+ config.adam_epsilon *", f"+ (3 if 'e' in {AXES} else 1) * config.adam_epsilon *"),
@@ -149,7 +178,10 @@ def edited(tmp_path, monkeypatch):
         (tmp_path / "an_edited_train.py").write_text(source)
         importlib.invalidate_caches()
         known = SOURCE.splitlines()
-        return Edited("an_edited_train", {i for i, line in enumerate(source.splitlines(), 1) if line not in known})
+        return Edited(
+            "an_edited_train",
+            {i for i, line in enumerate(source.splitlines(), 1) if line not in known},
+        )
 
     return make
 

@@ -20,7 +20,8 @@ from tests.support.shipped import RUNS, load
 from tests.support.traced_steps import GPT2
 
 DEMO, STAGES = "r=2 d=2 t=2", "r=1 d=2 t=2 p=2"
-SETTINGS = {  # the mesh, and what is set beside: of training, the model, the optimizer or the pipeline
+# the mesh, and what is set beside: of training, the model, the optimizer or the pipeline
+SETTINGS = {
     "the demo": (DEMO, {}),
     "one device": ("r=1 d=1 t=1", {}),
     "gathered once a step": (DEMO, {"gather_weights": "step", "microbatches": 2}),
@@ -35,11 +36,15 @@ SETTINGS = {  # the mesh, and what is set beside: of training, the model, the op
     "tied": ("r=1 d=4 t=2", {"tied_embeddings": True, "logit_softcap": 5.0, "z_loss": 1e-3}),
     "a ring of stages": (STAGES, {"schedule": "interleaved_1f1b", "virtual_stages": 2}),
     "stages": (STAGES, {}),
-    "four stages": ("r=1 d=2 t=1 p=4", {"microbatches": 4, "compute_dtype": "bf16", "z_loss": 1e-3}),
+    "four stages": (
+        "r=1 d=2 t=1 p=4",
+        {"microbatches": 4, "compute_dtype": "bf16", "z_loss": 1e-3},
+    ),
     # Schedules with halves of backwards: what their tasks pass on has other types of JAX.
     "zb_h1": (STAGES, {"microbatches": 4, "schedule": "zb_h1"}),
     "zb_v": (STAGES, {"microbatches": 4, "schedule": "zb_v", "virtual_stages": 2}),
-    # A device holds one entry of: heads of keys and sequences, positions, d_ff and both heads, all of them.
+    # A device holds one entry of: heads of keys and sequences, positions, d_ff and both heads, all
+    # of them.
     "one sequence and one head": ("r=2 d=4 t=8", {}),
     "one position": ("r=1 d=2 t=8", {"seq_len": 8, "n_kv": 16}),
     "one of each": ("r=2 d=4 t=8", {"seq_len": 8, "d_ff": 8, "vocab": 8, "n_q_per_kv": 1}),
@@ -51,16 +56,23 @@ LONG_RUNS = ("local_test_synthetic", "local_test_pipeline", "flat_tokens_c4_a100
 
 def mesh_of(text: str) -> AbstractMesh:
     sizes = {axis: int(n) for axis, n in (word.split("=") for word in text.split())}
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes)
+    )
 
 
 def with_settings(of, settings: dict):
     """A part of the configuration with those of the settings that it has."""
-    return dataclasses.replace(of, **{k: v for k, v in settings.items() if k in of.__dataclass_fields__})
+    return dataclasses.replace(
+        of, **{k: v for k, v in settings.items() if k in of.__dataclass_fields__}
+    )
 
 
 def unsound(c, mesh: AbstractMesh, module=train) -> list[str]:
-    return [str(finding) for finding in find_unsound(trace_step(c, load_model(c.model), mesh, spec=module.SPEC))]
+    return [
+        str(finding)
+        for finding in find_unsound(trace_step(c, load_model(c.model), mesh, spec=module.SPEC))
+    ]
 
 
 def step_of(settings: str, module=train, **given) -> Step:
@@ -77,7 +89,9 @@ def step_of(settings: str, module=train, **given) -> Step:
 @pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_steps_compute_what_one_device_computes(settings):
-    """As they run, with schedules, rings and chunks; and the small ones that are run decide all about them."""
+    """As they run, with schedules, rings and chunks; and the small ones that are run decide all
+    about them.
+    """
     found, undecided, *_ = examine(step_of(settings))
     assert (found, undecided) == ([], [])
 
@@ -96,7 +110,9 @@ def mesh_for(c, d: int, t: int) -> AbstractMesh:
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("name", [x if x in LONG_RUNS else pytest.param(x, marks=pytest.mark.slow) for x in RUNS])
+@pytest.mark.parametrize(
+    "name", [x if x in LONG_RUNS else pytest.param(x, marks=pytest.mark.slow) for x in RUNS]
+)
 def test_shipped_steps_compute_what_one_device_computes(name):
     c = load(name)
     for d in (2, 8) if "c4" in name else (2,):
@@ -105,7 +121,8 @@ def test_shipped_steps_compute_what_one_device_computes(name):
 
 BEFORE_THE_STEP = {  # what an evaluation does with its batch, and whether that is found
     "targets=jnp.roll(batch.targets & 7, 1, -1)": False,
-    "targets=batch.targets // jax.typeof(batch.targets).sharding.shard_shape(batch.targets.shape)[1]": True,
+    "targets=batch.targets // "
+    "jax.typeof(batch.targets).sharding.shard_shape(batch.targets.shape)[1]": True,
 }
 
 
@@ -114,9 +131,9 @@ BEFORE_THE_STEP = {  # what an evaluation does with its batch, and whether that 
 def test_operations_on_the_batch_are_checked_while_a_run_has_its_mesh(change, is_wrong):
     text = (ROOT / "train.py").read_text()
     for old, new in {
-        "options)\n    @compute_scope(config.training.compute_dtype)": "options)\n    def evaluation_step(w, batch):\n"
-        f"        return per_device(w, dataclasses.replace(batch, {change}))\n\n"
-        "    @compute_scope(config.training.compute_dtype)",
+        "options)\n    @compute_scope(config.training.compute_dtype)": "options)\n    def "
+        f"evaluation_step(w, batch):\n        return per_device(w, dataclasses.replace(batch, "
+        f"{change}))\n\n    @compute_scope(config.training.compute_dtype)",
         "def evaluation_step(w: Of[Weights]": "def per_device(w: Of[Weights]",
     }.items():
         assert text.count(old) == 1
@@ -139,6 +156,10 @@ def test_stages_of_a_model_that_drops_entries_by_the_number_of_a_layer_are_right
 
 @pytest.mark.long
 def test_the_loop_around_the_steps_may_ask_for_the_machine():
-    asks = Change("state = run.begin()", "FOUND\nprint(jax.process_index(), jax.device_count())", within="train")
+    asks = Change(
+        "state = run.begin()",
+        "FOUND\nprint(jax.process_index(), jax.device_count())",
+        within="train",
+    )
     with module_of(asks.apply(SOURCE)) as module:
         assert find_unsound(step_of("the demo", module)) == []

@@ -1,6 +1,8 @@
-"""Layers of several kinds: a block of two layers as the element of the stack, and a stack before `layers`.
+"""Layers of several kinds: a block of two layers as the element of the stack, and a stack before
+`layers`.
 
-The models are changes of the one of docs/models.md. A dense computation on one device has its own formulas.
+The models are changes of the one of docs/models.md. A dense computation on one device has its own
+formulas.
 """
 
 import contextlib
@@ -161,7 +163,7 @@ def config(module: str, **training):
     return tiny.config(sys.modules[module].ModelConfig(**SIZES), **training)
 
 
-# ---- a dense computation --------------------------------------------------------------------------------------------
+# ---- a dense computation -------------------------------------------------------------------------
 
 
 def attend(x, w, document, window=None):
@@ -249,10 +251,14 @@ def test_loss_and_gradients_are_those_of_a_dense_computation(module, place, micr
 
         found, found_g = run(tiny.place(w, Weights), tiny.place_batch(c))
     np.testing.assert_allclose(found, loss, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), on_host(found_g), on_host(g))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        on_host(found_g),
+        on_host(g),
+    )
 
 
-# ---- the proof ------------------------------------------------------------------------------------------------------
+# ---- the proof -----------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -262,14 +268,22 @@ def test_they_are_proved(module, place):
     with jax.set_mesh(tiny.mesh(place)):
         step = tiny.step(config(module, microbatches=2))
         assert find_unsound(step) == []
-        assert describe_causality(step).endswith("no position sees a later token or another document")
+        assert describe_causality(step).endswith(
+            "no position sees a later token or another document"
+        )
 
 
 OF_MESH = "a number that depends on the mesh: 2"
 WRONG = {
-    "block": ("return self.attend(x, w.full, attention, CAUSAL)", "return FOUND * shardops.axis_size('d')"),
+    "block": (
+        "return self.attend(x, w.full, attention, CAUSAL)",
+        "return FOUND * shardops.axis_size('d')",
+    ),
     "dense": ("return self.mlp(x, w) if", "return self.mlp(x, w) * shardops.axis_size('d') if"),
-    "layers": ("if isinstance(w, Dense) else x", "if isinstance(w, Dense) else x * shardops.axis_size('d')"),
+    "layers": (
+        "if isinstance(w, Dense) else x",
+        "if isinstance(w, Dense) else x * shardops.axis_size('d')",
+    ),
 }
 
 
@@ -283,13 +297,16 @@ def test_a_wrong_edit_of_each_kind_of_layer_is_found(where, place, tmp_path):
     source = source.replace(old, new.replace("FOUND", old.removeprefix("return ")))
     name = f"wrong_{where}"
     source = re.sub(r'module: str = "\w+"', f'module: str = "{name}"', source)
-    with imported(name, f"from shardlib import shardops\n{source}", tmp_path), jax.set_mesh(tiny.mesh(place)):
+    with (
+        imported(name, f"from shardlib import shardops\n{source}", tmp_path),
+        jax.set_mesh(tiny.mesh(place)),
+    ):
         found = found_soon(tiny.step(config(name)), lambda text: OF_MESH in text)
     assert OF_MESH in found, found
     assert f"{name}.py:" in found
 
 
-# ---- the rest of a run ----------------------------------------------------------------------------------------------
+# ---- the rest of a run ---------------------------------------------------------------------------
 
 
 def trained(c, state, steps):
@@ -315,7 +332,9 @@ def test_a_run_goes_on_on_another_mesh(algorithm, tmp_path):
         checkpoints.save(3, state, {}, {})
     with jax.set_mesh(tiny.mesh("p=2 d=2 t=2")), Checkpointer(tmp_path) as checkpoints:
         fresh = jax.eval_shape(lambda: tiny.state(c))
-        like = jax.tree.map(lambda x, s: x.update(sharding=s), fresh, make_shardings(State, like=fresh))
+        like = jax.tree.map(
+            lambda x, s: x.update(sharding=s), fresh, make_shardings(State, like=fresh)
+        )
         state = checkpoints.restore(3, like, orders={})
         assert state.weights.dense.attention.w_q.sharding.spec == P(None, ("d", "p"), "t", None)
         losses += trained(c, state, range(3, 6))[1]
@@ -369,7 +388,9 @@ def test_the_plan_counts_all_kinds_of_layers():
     }
     for module, flops in expected.items():
         c = config(module)
-        planned = planned_step(c, load_model(c.model), dict.fromkeys(AXES, 1) | {"p": 2, "d": 2}, chip_of("h100"))
+        planned = planned_step(
+            c, load_model(c.model), dict.fromkeys(AXES, 1) | {"p": 2, "d": 2}, chip_of("h100")
+        )
         assert planned.facts.flops_per_token == pytest.approx(flops), module
         assert planned.facts.layers == (4 if module == "block" else 6)
 
@@ -380,7 +401,11 @@ def test_mup_scales_each_kind_of_layer():
     two: Any = load_model(config("two").model)
     two.multipliers = {"residual": ["w_out", "w_down"]}
     found = scales_of(c, two)
-    assert (found.dense.w_out.multiplier, found.dense.w_down.multiplier, found.layers.w_out.multiplier) == (
+    assert (
+        found.dense.w_out.multiplier,
+        found.dense.w_down.multiplier,
+        found.layers.w_out.multiplier,
+    ) == (
         0.5,
         0.5,
         0.5,
@@ -392,10 +417,14 @@ def test_mup_scales_each_kind_of_layer():
     found = scales_of(tiny.optimizer(parametrization="completep", base={"layers": 1}), block)
     assert (found.layers.full.w_out.multiplier, found.layers.window.w_out.multiplier) == (0.25, 1)
     found = scales_of(c, load_model(mixture(dense_layers=2, layers=4)))
-    assert {found.dense.w_down.multiplier, found.dense.w_o.multiplier, found.layers.w_down.multiplier} == {0.5}
+    assert {
+        found.dense.w_down.multiplier,
+        found.dense.w_o.multiplier,
+        found.layers.w_down.multiplier,
+    } == {0.5}
 
 
-# ---- moe.py: dense layers before those with experts -----------------------------------------------------------------
+# ---- moe.py: dense layers before those with experts ----------------------------------------------
 
 
 def mixture(**changes) -> moe.ModelConfig:
@@ -421,15 +450,23 @@ def test_dense_layers_before_experts(place):
         np.testing.assert_allclose(trained(c, tiny.state(c), range(4))[1], expected, rtol=1e-4)
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"dense *p"', '"dense"', r"weights `dense` are a stack that is not run; write Array\['dense \*p', …\] for"),
-        ('"layers/p", Layer', '"dense/p", Layer', r"a stack of shape \(2, 32, 4, 8\) in `layers`; .* model.layers = 4"),
+        (
+            '"dense *p"',
+            '"dense"',
+            r"weights `dense` are a stack that is not run; write Array\['dense \*p', …\] for",
+        ),
+        (
+            '"layers/p", Layer',
+            '"dense/p", Layer',
+            r"a stack of shape \(2, 32, 4, 8\) in `layers`; .* model.layers = 4",
+        ),
     ],
 )
 def test_what_is_declared_wrong_is_told(old, new, message, tmp_path):

@@ -1,4 +1,6 @@
-"""Runs of the whole program: the same on every mesh, resumed, and refused when its settings make no sense."""
+"""Runs of the whole program: the same on every mesh, resumed, and refused when its settings make no
+sense.
+"""
 
 import dataclasses
 import json
@@ -53,7 +55,8 @@ def test_weights_at_init_do_not_depend_on_the_mesh():
     for name in ("one device", "t=8", "r=2 d=2 t=2"):
         with jax.set_mesh(tiny.mesh(name)):
             found[name] = jax.tree.map(
-                np.asarray, jax.jit(lambda key: initialize(train.Llama(c).table, key))(jax.random.key(0))
+                np.asarray,
+                jax.jit(lambda key: initialize(train.Llama(c).table, key))(jax.random.key(0)),
             )
     for name, weights in found.items():
         same = jax.tree.map(np.array_equal, weights, found["one device"])
@@ -63,7 +66,9 @@ def test_weights_at_init_do_not_depend_on_the_mesh():
     m, heads = c.d_model, c.n_kv * c.n_q_per_kv * c.d_head
     fan_in = {"w_q": m, "w_k": m, "w_v": m, "w_o": heads, "w_gate": m, "w_up": m, "w_down": c.d_ff}
     arrays = {name: (getattr(w.layers, name), size**-0.5) for name, size in fan_in.items()}
-    for name, (array, std) in (arrays | {"embed": (w.embed, 1.0), "unembed": (w.unembed, m**-0.5)}).items():
+    for name, (array, std) in (
+        arrays | {"embed": (w.embed, 1.0), "unembed": (w.unembed, m**-0.5)}
+    ).items():
         assert np.std(array) == pytest.approx(std, rel=0.04), name
         assert np.abs(array).max() < 2.3 * std, name
     assert not np.array_equal(w.layers.w_up[0], w.layers.w_up[1])
@@ -73,7 +78,11 @@ def test_weights_at_init_do_not_depend_on_the_mesh():
 def test_weights_are_never_whole_on_a_device():
     c = tiny.model(d_model=512, d_ff=1024, vocab=1024)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        compiled = jax.jit(lambda key: initialize(train.Llama(c).table, key)).lower(jax.random.key(0)).compile()
+        compiled = (
+            jax.jit(lambda key: initialize(train.Llama(c).table, key))
+            .lower(jax.random.key(0))
+            .compile()
+        )
     whole = 4 * c.layers * c.d_model * c.d_ff  # bytes of the largest array
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < whole
@@ -87,17 +96,26 @@ def unbroken(tmp_path_factory):
 
 @pytest.mark.long
 def test_a_run_leaves_its_outputs(unbroken):
-    assert sorted(p.name for p in (unbroken / "checkpoints").iterdir()) == [f"{n:010}" for n in (3, 6, 8)]
+    assert sorted(p.name for p in (unbroken / "checkpoints").iterdir()) == [
+        f"{n:010}" for n in (3, 6, 8)
+    ]
     assert len(losses(unbroken)) == 8
     assert [e["event"] for e in events(unbroken)] == ["validation"]
     assert (unbroken / "config.yaml").is_file()
     lines = [json.loads(line) for line in (unbroken / "metrics.jsonl").read_text().splitlines()]
-    # A checkpoint was saved among the profiled steps: what devices wait for then is not between any two steps.
+    # A checkpoint was saved among the profiled steps: what devices wait for then is not between any
+    # two steps.
     assert not [line for line in lines if line.get("event") == "step_bubble"]
     assert len(list(unbroken.glob("plugins/profile/*/perfetto_trace.json.gz"))) == 1
-    assert {p.suffix for p in unbroken.glob("training_step_optimized_hlo_*")} == {".txt", ".json", ".svg"}
+    assert {p.suffix for p in unbroken.glob("training_step_optimized_hlo_*")} == {
+        ".txt",
+        ".json",
+        ".svg",
+    }
     (profile,) = unbroken.glob("plugins/profile/*/profile_by_line.json")
-    assert any(row["line"].startswith("train.py:") for row in json.loads(profile.read_text())["lines"])
+    assert any(
+        row["line"].startswith("train.py:") for row in json.loads(profile.read_text())["lines"]
+    )
 
 
 @pytest.mark.long
@@ -110,10 +128,18 @@ def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
 
     c = tiny.model(vocab=1280, layers=1)
     with jax.set_mesh(tiny.mesh("one device")):
-        shapes = jax.eval_shape(lambda key: initialize(train.Llama(c).table, key), jax.random.key(0))
-        w = tiny.place(jax.tree_util.tree_map_with_path(lambda path, _: leaf(path), shapes), train.Transformer)
-        encoded = zarr.open_group(ROOT / "synthetic_dataset.zarr", mode="r")["validation/encoded_tokens"]
-        rows = np.asarray(encoded[: 2 * tiny.BATCH * tiny.LENGTH]).reshape(2 * tiny.BATCH, tiny.LENGTH)
+        shapes = jax.eval_shape(
+            lambda key: initialize(train.Llama(c).table, key), jax.random.key(0)
+        )
+        w = tiny.place(
+            jax.tree_util.tree_map_with_path(lambda path, _: leaf(path), shapes), train.Transformer
+        )
+        encoded = zarr.open_group(ROOT / "synthetic_dataset.zarr", mode="r")[
+            "validation/encoded_tokens"
+        ]
+        rows = np.asarray(encoded[: 2 * tiny.BATCH * tiny.LENGTH]).reshape(
+            2 * tiny.BATCH, tiny.LENGTH
+        )
         batch = TokenBatch((rows >> 1).astype(np.uint32), rows % 2 == 1, np.ones(rows.shape, bool))
 
         def loss(w: train.Transformer, batch: train.Batch) -> f32[""]:
@@ -125,7 +151,9 @@ def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
 
 
 @pytest.mark.long
-def test_a_signal_saves_and_stops_and_the_run_goes_on_after_it(unbroken, tmp_path, capsys, monkeypatch):
+def test_a_signal_saves_and_stops_and_the_run_goes_on_after_it(
+    unbroken, tmp_path, capsys, monkeypatch
+):
     sent = []
     log = RunLog.log
 
@@ -143,7 +171,10 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on_after_it(unbroken, tmp_pat
     done = (tmp_path / "run/metrics.jsonl").read_bytes()
     capsys.readouterr()
     run(tmp_path / "run", 8)
-    assert "8 of 8 steps are done already. To continue, train for longer (training.steps)." in capsys.readouterr().out
+    assert (
+        "8 of 8 steps are done already. To continue, train for longer (training.steps)."
+        in capsys.readouterr().out
+    )
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == done
 
 
@@ -159,6 +190,9 @@ def test_sizes_that_do_not_fit_the_mesh():
         setattr(c.model if name == "d_model" else c.training, name, size)
         with pytest.raises(ValueError, match=re.escape(message)):
             check_divides(c, {"r": 1, "d": 4, "t": 2})
-    for sizes, said in (({"d": 3, "t": 2}, "r=1 d=3 t=2"), ({"p": 3, "d": -1, "t": 2}, "p=3 r=1 d=-1 t=2")):
+    for sizes, said in (
+        ({"d": 3, "t": 2}, "r=1 d=3 t=2"),
+        ({"p": 3, "d": -1, "t": 2}, "p=3 r=1 d=-1 t=2"),
+    ):
         with pytest.raises(ValueError, match=f"mesh {said} does not fit 8 devices: the product"):
             make_mesh(jax.devices(), **dataclasses.asdict(MeshConfig(**sizes)))

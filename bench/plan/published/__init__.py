@@ -1,1 +1,3 @@
-"""Compares plans with published runs of other trainers, and fits the constants of the chips to them."""
+"""Compares plans with published runs of other trainers, and fits the constants of the chips to
+them.
+"""

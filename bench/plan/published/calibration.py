@@ -1,7 +1,8 @@
-"""Calibration: constants fitted to some runs and tried on others: those of a trainer on a kind of chip, or of them all.
+"""Calibration: constants fitted to some runs and tried on others: those of a trainer on a kind of
+chip, or of them all.
 
-Groups of runs are held out in turns. What is fitted is at most `most` rows of the other groups: one of each in turn, in
-the order of a hash of their names.
+Groups of runs are held out in turns. What is fitted is at most `most` rows of the other groups: one
+of each in turn, in the order of a hash of their names.
 """
 
 import collections
@@ -19,10 +20,12 @@ from shardwright.inspect.plan.step import PlannedStep
 
 FOLDS = 5
 ACHIEVED = {"matmul_share": 0.8, "interference": 0.5}
-"""Constants that are fitted to all trainers and chips together (chips/_achieved.yaml), and where their fit begins."""
+"""Constants that are fitted to all trainers and chips together (chips/_achieved.yaml), and where
+their fit begins."""
 OUTLIER = 0.1
 PULL = 0.03
-"""Weight of a constant's distance from where it began, beside that of a row: what no row says stays there."""
+"""Weight of a constant's distance from where it began, beside that of a row: what no row says stays
+there."""
 Pair = tuple[Run, PlannedStep]
 
 
@@ -35,8 +38,10 @@ class Figures(NamedTuple):
         error: mean of |planned / measured - 1|.
         inside: share of the runs within the range that the plan prints.
         four_of_five: error of such a range with 80 % of the runs.
-        tau: mean of Kendall's τ in groups of runs that do the same on as many devices; NaN without such groups.
-        chosen: mean over these of the measured time of the run whose plan is fastest, over the best time.
+        tau: mean of Kendall's τ in groups of runs that do the same on as many devices; NaN without
+            such groups.
+        chosen: mean over these of the measured time of the run whose plan is fastest, over the best
+            time.
     """
 
     rows: int
@@ -48,13 +53,23 @@ class Figures(NamedTuple):
     chosen: float
 
     def __str__(self) -> str:
-        ranked = "" if math.isnan(self.tau) else f", τ {self.tau:.2f}, chosen {self.chosen:.3f} × the best"
+        ranked = (
+            ""
+            if math.isnan(self.tau)
+            else f", τ {self.tau:.2f}, chosen {self.chosen:.3f} × the best"
+        )
         inside = f"{self.inside:.0%} inside the range, 80 % within {100 * self.four_of_five:.0f} %"
-        return f"{self.rows} rows, median {self.median:.2f}, mean error {100 * self.error:.1f} %, {inside}{ranked}"
+        return (
+            f"{self.rows} rows, median {self.median:.2f}, mean error {100 * self.error:.1f} %, "
+            f"{inside}{ranked}"
+        )
 
 
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:
-    """Kendall's τ: of pairs that differ, the share in the same order minus the share in the other. NaN without any."""
+    """Kendall's τ: of pairs that differ, the share in the same order minus the share in the other.
+
+    NaN without any.
+    """
     pairs = itertools.combinations(zip(one, other, strict=True), 2)
     signs = [np.sign((a[0] - b[0]) * (a[1] - b[1])) for a, b in pairs if a[1] != b[1]]
     return float(np.mean(signs)) if signs else math.nan
@@ -97,23 +112,32 @@ def picked(pairs: Sequence[Pair], most: int) -> list[Pair]:
 
 
 def _ordered(pairs: Sequence[Pair]) -> list[tuple]:
-    return sorted({run.group for run, _ in pairs}, key=lambda group: zlib.crc32(" ".join(group).encode()))
+    return sorted(
+        {run.group for run, _ in pairs}, key=lambda group: zlib.crc32(" ".join(group).encode())
+    )
 
 
 def held_out(
     pairs: Sequence[Pair], most: int, start: Mapping[str, float], folds: int = FOLDS
 ) -> dict[tuple, dict[str, float]]:
-    """For each group, the constants that were fitted without it, in so many turns. Empty if there is one group."""
+    """For each group, the constants that were fitted without it, in so many turns.
+
+    Empty if there is one group.
+    """
     turn_of = {group: i % folds for i, group in enumerate(_ordered(pairs))}
     if len(turn_of) == 1:
         return {}
     turns = set(turn_of.values())
-    fits = {i: fit(picked([x for x in pairs if turn_of[x[0].group] != i], most), start) for i in turns}
+    fits = {
+        i: fit(picked([x for x in pairs if turn_of[x[0].group] != i], most), start) for i in turns
+    }
     return {group: fits[i] for group, i in turn_of.items()}
 
 
 def fit(pairs: Sequence[Pair], start: Mapping[str, float]) -> dict[str, float]:
-    """The constants that make log(planned / measured) small. Rows that differ by more than OUTLIER count less.
+    """The constants that make log(planned / measured) small.
+
+    Rows that differ by more than OUTLIER count less.
 
     No share grows past 1, or past where it began.
     """
@@ -135,12 +159,15 @@ def fit(pairs: Sequence[Pair], start: Mapping[str, float]) -> dict[str, float]:
 def calibrated(table: Table, most: int, together: bool = False) -> Iterator[str]:
     """For each kind of chip and trainer of a table: its constants, and how near plans are.
 
-    Each fit begins at the chip's own numbers. `most`: rows of a kind of chip that are fitted. `together`: one fit for
-    all chips and trainers of the table, of which each is held out in turn; it begins at ACHIEVED.
+    Each fit begins at the chip's own numbers. `most`: rows of a kind of chip that are fitted.
+    `together`: one fit for all chips and trainers of the table, of which each is held out in turn;
+    it begins at ACHIEVED.
     """
     runs = [run for run in table.runs if isinstance(run, Run) and run.step_s]
     if not runs:
-        raise ValueError("no row can be planned and has a measured time, rate or MFU: give one that calibrates.")
+        raise ValueError(
+            "no row can be planned and has a measured time, rate or MFU: give one that calibrates."
+        )
     if together:
         pairs = yield from traced([run._replace(group=(run.trainer,)) for run in runs])
         yield from _fitted("all", pairs, most, ACHIEVED, len({run.trainer for run in runs}))
@@ -169,8 +196,12 @@ def traced(runs: Sequence[Run]) -> Generator[str, None, list[Pair]]:
     return pairs
 
 
-def _fitted(name: str, pairs: list[Pair], most: int, start: Mapping[str, float], folds: int) -> Iterator[str]:
-    """What a fit found, and how near plans are to the rows that were fitted and to those that were held out."""
+def _fitted(
+    name: str, pairs: list[Pair], most: int, start: Mapping[str, float], folds: int
+) -> Iterator[str]:
+    """What a fit found, and how near plans are to the rows that were fitted and to those that were
+    held out.
+    """
     used = picked(pairs, most)
     turns = held_out(pairs, most, start, folds)
     found = fit(used, start)
@@ -186,8 +217,19 @@ def scores(pairs: Sequence[Pair], constants: Mapping[tuple, Mapping[str, float]]
     for pair in pairs:
         by_trainer[pair[0].trainer].append(pair)
     for name, same in [*by_trainer.items(), *([("all", pairs)] if len(by_trainer) > 1 else [])]:
-        rated = [(seconds(run, step, constants.get(run.group, {})) / run.step_s - 1, run.name) for run, step in same]
+        rated = [
+            (seconds(run, step, constants.get(run.group, {})) / run.step_s - 1, run.name)
+            for run, step in same
+        ]
         error, worst = max(rated, key=lambda item: abs(item[0]))
-        sizes = [kept / pair[0].memory_gb - 1 for pair in same if pair[0].memory_gb and (kept := memory(*pair))]
-        within = f", memory of {sum(abs(x) <= 0.1 for x in sizes)} of {len(sizes)} within 10 %" if sizes else ""
+        sizes = [
+            kept / pair[0].memory_gb - 1
+            for pair in same
+            if pair[0].memory_gb and (kept := memory(*pair))
+        ]
+        within = (
+            f", memory of {sum(abs(x) <= 0.1 for x in sizes)} of {len(sizes)} within 10 %"
+            if sizes
+            else ""
+        )
         yield f"{name}: {figures(same, constants)}{within}, worst {worst} {100 * error:+.0f} %"

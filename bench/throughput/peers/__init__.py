@@ -1,1 +1,4 @@
-"""The contestants of bench/throughput, one module each. All train the same model on the same tokens."""
+"""The contestants of bench/throughput, one module each.
+
+All train the same model on the same tokens.
+"""

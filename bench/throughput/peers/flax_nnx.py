@@ -1,4 +1,6 @@
-"""A trainer in Flax NNX, as its guide to several devices has it: modules, sharding names, optax; XLA shards (GSPMD)."""
+"""A trainer in Flax NNX, as its guide to several devices has it: modules, sharding names, optax;
+XLA shards (GSPMD).
+"""
 
 from typing import Any
 
@@ -41,7 +43,13 @@ class Matrix(nnx.Module):
 def norm_of(job: Job, weight: jax.Array) -> nnx.RMSNorm:
     c = job.shapes
     dtype = DTYPES[job.dtype]
-    return nnx.RMSNorm(c.d_model, epsilon=c.norm_epsilon, dtype=dtype, scale_init=lambda *_: weight, rngs=nnx.Rngs(0))
+    return nnx.RMSNorm(
+        c.d_model,
+        epsilon=c.norm_epsilon,
+        dtype=dtype,
+        scale_init=lambda *_: weight,
+        rngs=nnx.Rngs(0),
+    )
 
 
 def set_weights(module: nnx.Module, job: Job, weights: dict[str, Any]) -> None:
@@ -64,7 +72,9 @@ class Layer(nnx.Module):
         k = self.w_k(nx)
         v = self.w_v(nx)
         attended = attend(rotate(q, rope), rotate(k, rope), v, self.job.platform)
-        attended = constrained(attended.reshape(*x.shape[:2], c.n_kv, c.n_q_per_kv, c.d_head), WITHIN)
+        attended = constrained(
+            attended.reshape(*x.shape[:2], c.n_kv, c.n_q_per_kv, c.d_head), WITHIN
+        )
         x = constrained(x + self.w_o(attended), BETWEEN)
         nx = self.mlp_norm(x)
         hidden = constrained(nnx.silu(self.w_gate(nx)) * self.w_up(nx), WITHIN)
@@ -94,19 +104,27 @@ class Contestant(Sharded):
     def initial(self, weights: dict[str, jax.Array]) -> nnx.State:
         job = self.job
         model = Transformer(job, weights)
-        adamw = optax.adamw(job.learning_rate, job.b1, job.b2, job.epsilon, weight_decay=job.weight_decay)
-        optimizer = nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(job.clip_norm), adamw), wrt=nnx.Param)
+        adamw = optax.adamw(
+            job.learning_rate, job.b1, job.b2, job.epsilon, weight_decay=job.weight_decay
+        )
+        optimizer = nnx.Optimizer(
+            model, optax.chain(optax.clip_by_global_norm(job.clip_norm), adamw), wrt=nnx.Param
+        )
         self.graph, state = nnx.split((model, optimizer))
         return state
 
     def shardings(self, state: nnx.State) -> nnx.State:
         return nnx.get_named_sharding(state, self.mesh)
 
-    def training_step(self, state: nnx.State, ids: jax.Array, targets: jax.Array) -> tuple[nnx.State, jax.Array]:
+    def training_step(
+        self, state: nnx.State, ids: jax.Array, targets: jax.Array
+    ) -> tuple[nnx.State, jax.Array]:
         model, optimizer = nnx.merge(self.graph, state)
 
         def loss_of(model: Transformer) -> jax.Array:
-            return optax.softmax_cross_entropy_with_integer_labels(model(ids).astype(jnp.float32), targets).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(
+                model(ids).astype(jnp.float32), targets
+            ).mean()
 
         loss, gradients = nnx.value_and_grad(loss_of)(model)
         optimizer.update(model, gradients)

@@ -1,9 +1,10 @@
 """The products of a step alone: a trainer that is faster has to multiply faster.
 
-Each product with a weight, forward and both of its gradients, has the shapes that a device has. Its form is that of our
-step, which XLA multiplies fastest on a CPU. All are in one jitted program on the same devices. The causal products of
-attention are added at the rate that these reach: as batched products they would measure how fast scores are written,
-and a fused kernel does not write scores.
+Each product with a weight, forward and both of its gradients, has the shapes that a device has. Its
+form is that of our step, which XLA multiplies fastest on a CPU. All are in one jitted program on
+the same devices. The causal products of attention are added at the rate that these reach: as
+batched products they would measure how fast scores are written, and a fused kernel does not write
+scores.
 """
 
 import functools
@@ -20,7 +21,9 @@ from shardlib.products import einsum_with_gradients
 
 def dots(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A product of x[sequences, length, i] and w[i, o], and its gradients by both factors."""
-    y, vjp = jax.vjp(lambda x, w: einsum_with_gradients("bli,io->blo", x, w, None, x.size <= dy.size), x, w)
+    y, vjp = jax.vjp(
+        lambda x, w: einsum_with_gradients("bli,io->blo", x, w, None, x.size <= dy.size), x, w
+    )
     return y, *vjp(dy)
 
 
@@ -30,12 +33,14 @@ class Contestant(OnJax):
     def __init__(self, job: Job, _: object = None):
         dtype = DTYPES[job.dtype]
         devices = jax.devices()[: job.devices]
-        self.mesh = jax.make_mesh((len(devices),), ("device",), axis_types=(AxisType.Auto,), devices=devices)
+        self.mesh = jax.make_mesh(
+            (len(devices),), ("device",), axis_types=(AxisType.Auto,), devices=devices
+        )
         of_each = P("device")
         rows = (job.sequences // job.d, job.length)
         on_each = NamedSharding(self.mesh, of_each)
-        # Each layer has its own operands, and there is no loop: XLA would move constant products out of a loop, and
-        # compute equal products only once.
+        # Each layer has its own operands, and there is no loop: XLA would move constant products
+        # out of a loop, and compute equal products only once.
         products = [(i, o) for i, o, n in job.shapes.products(job.t) for _ in range(n)]
 
         # A program for each shape, not one for all operands: compiling that took minutes on a GPU.
@@ -57,9 +62,14 @@ class Contestant(OnJax):
         self.batches = [[tuple(draw(next(keys), shape) for shape in each) for each in shapes]]
         self.results = [(place(dy), place(x), place(w)) for x, w, dy in shapes]
         mapped = jax.shard_map(
-            per_device, mesh=self.mesh, in_specs=(of_each, of_each), out_specs=of_each, check_vma=False
+            per_device,
+            mesh=self.mesh,
+            in_specs=(of_each, of_each),
+            out_specs=of_each,
+            check_vma=False,
         )
-        # The results of a step reuse the memory of the step before: fresh memory would cost page faults on a CPU.
+        # The results of a step reuse the memory of the step before: fresh memory would cost page
+        # faults on a CPU.
         self.jitted = jax.jit(mapped, donate_argnums=1, keep_unused=True)
 
     def run(self, given: list[tuple[jax.Array, ...]]) -> jax.Array:

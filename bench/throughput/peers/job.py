@@ -1,4 +1,7 @@
-"""The model, the tokens and the steps of a contestant. Imports neither JAX nor torch: a contestant may lack them."""
+"""The model, the tokens and the steps of a contestant.
+
+Imports neither JAX nor torch: a contestant may lack them.
+"""
 
 import dataclasses
 import json
@@ -36,15 +39,26 @@ class Shapes:
         return self.n_kv * self.n_q_per_kv
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name, as in train.py: stacked over layers, the dims that a product sums over first."""
+        """Shapes by name, as in train.py: stacked over layers, the dims that a product sums over
+        first.
+        """
         n = self.layers
         model = self.d_model
         hidden = self.d_ff
         kv = (self.n_kv, self.d_head)
         q = self.n_kv, self.n_q_per_kv, self.d_head
         found = {"embed": (self.vocab, model), "attention_norm": (n, model), "w_q": (n, model, *q)}
-        found |= {"w_k": (n, model, *kv), "w_v": (n, model, *kv), "w_o": (n, *q, model), "mlp_norm": (n, model)}
-        found |= {"w_gate": (n, model, hidden), "w_up": (n, model, hidden), "w_down": (n, hidden, model)}
+        found |= {
+            "w_k": (n, model, *kv),
+            "w_v": (n, model, *kv),
+            "w_o": (n, *q, model),
+            "mlp_norm": (n, model),
+        }
+        found |= {
+            "w_gate": (n, model, hidden),
+            "w_up": (n, model, hidden),
+            "w_down": (n, hidden, model),
+        }
         return found | {"final_norm": (model,), "unembed": (self.vocab, model)}
 
     def random_weights(self, seed: int) -> dict[str, np.ndarray]:
@@ -59,7 +73,9 @@ class Shapes:
         return found
 
     def products(self, t: int = 1) -> list[tuple[int, int, int]]:
-        """(inputs, outputs, count) of each product with a weight in a forward pass, on one of `t` devices."""
+        """(inputs, outputs, count) of each product with a weight in a forward pass, on one of `t`
+        devices.
+        """
         model = self.d_model
         hidden = self.d_ff // t
         q, kv = self.heads * self.d_head // t, self.n_kv * self.d_head // t
@@ -83,13 +99,15 @@ class Job:
 
     Attributes:
         contestant: a module of bench/throughput/peers.
-        sequences, length: number of sequences of a batch, over all devices, and of their tokens. Each is one document.
+        sequences, length: number of sequences of a batch, over all devices, and of their tokens.
+            Each is one document.
         dtype: bf16: products in bf16, weights and optimizer state in f32. f32: all in f32.
         platform: cpu or gpu.
         r, d, t: the mesh.
         config: for ours, a file of configs/, for all settings that are not in the job.
         overrides: for ours, further settings, with spaces between them.
-        save: for plain JAX. everything: what its backward pass needs; marked: what ours keeps, and the rest again.
+        save: for plain JAX. everything: what its backward pass needs; marked: what ours keeps, and
+            the rest again.
         checkout: for seqax, the directory of its source, with an environment .venv.
     """
 
@@ -161,7 +179,10 @@ def starts_of(targets: np.ndarray) -> np.ndarray:
 
 
 class Trainer:
-    """A contestant. It has `batches`, and `run(batch)`, which starts a step and returns its loss on the device."""
+    """A contestant.
+
+    It has `batches`, and `run(batch)`, which starts a step and returns its loss on the device.
+    """
 
     steps = 0
     batches: Any

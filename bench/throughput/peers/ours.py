@@ -21,20 +21,38 @@ from shardwright.run import launch
 
 def overrides(sections: dict[str, dict[str, Any]]) -> list[str]:
     """Settings by section, as they are given on a command line."""
-    return [f"++{name}.{key}={value}" for name, settings in sections.items() for key, value in settings.items()]
+    return [
+        f"++{name}.{key}={value}"
+        for name, settings in sections.items()
+        for key, value in settings.items()
+    ]
 
 
 def config_of(job: Job) -> config.Config:
     """The configuration of a run: job.config, with the shapes and numbers of the job."""
     training = {"batch_size": job.sequences, "seq_len": job.length, "steps": 1000, "seed": job.seed}
     training |= {"document_mask": False, "compute_dtype": job.dtype}
-    optimizer = {"learning_rate": job.learning_rate, "adam_b1": job.b1, "adam_b2": job.b2, "warmup_steps": 0}
-    optimizer |= {"adam_epsilon": job.epsilon, "weight_decay": job.weight_decay, "clip_norm": job.clip_norm}
+    optimizer = {
+        "learning_rate": job.learning_rate,
+        "adam_b1": job.b1,
+        "adam_b2": job.b2,
+        "warmup_steps": 0,
+    }
+    optimizer |= {
+        "adam_epsilon": job.epsilon,
+        "weight_decay": job.weight_decay,
+        "clip_norm": job.clip_norm,
+    }
     sections = {"model": dataclasses.asdict(job.shapes) | {"bos_id": BOS_ID}, "training": training}
     sections |= {"optimizer": optimizer | {"schedule": "constant", "schedule_steps": "null"}}
-    sections |= {"mesh": {axis: getattr(job, axis) for axis in "rdt"}, "hardware": {"compilation_cache": "null"}}
+    sections |= {
+        "mesh": {axis: getattr(job, axis) for axis in "rdt"},
+        "hardware": {"compilation_cache": "null"},
+    }
     hardware = "cpu" if job.platform == "cpu" else "h200"
-    return launch.composed(job.config, f"hardware={hardware}", *overrides(sections), *job.overrides.split())
+    return launch.composed(
+        job.config, f"hardware={hardware}", *overrides(sections), *job.overrides.split()
+    )
 
 
 class Contestant(OnJax):
@@ -50,7 +68,9 @@ class Contestant(OnJax):
             init = functools.partial(load_spec().init_state, config=c, model=self.model)
             self.state = jax.jit(init)(jax.random.key(c.training.seed))
             self.state.weights = placed(weights, self.state.weights)
-            self.batches = [whole_documents(targets, c.training.microbatches) for targets in batches(job)]
+            self.batches = [
+                whole_documents(targets, c.training.microbatches) for targets in batches(job)
+            ]
 
     @staticmethod
     def lowered(job: Job, devices: Any) -> jax.stages.Lowered:
@@ -62,10 +82,14 @@ class Contestant(OnJax):
     @functools.cached_property
     def training_step(self) -> jax.stages.Compiled:
         lowered = (
-            load_spec().make_training_step(self.config, self.model).lower(self.state, self.batches[0], np.int32(0))
+            load_spec()
+            .make_training_step(self.config, self.model)
+            .lower(self.state, self.batches[0], np.int32(0))
         )
         compiling.free_kept_memory()
-        compiled = lowered.compile(compiler_options=known_options(self.config.hardware.options, print))
+        compiled = lowered.compile(
+            compiler_options=known_options(self.config.hardware.options, print)
+        )
         compiling.free_kept_memory()
         return compiled
 
@@ -84,4 +108,6 @@ def whole_documents(targets: np.ndarray, microbatches: int) -> TokenBatch:
 
 def placed(weights: dict[str, np.ndarray], like: Any) -> Any:
     """`weights` with the shardings of `like`."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: jax.device_put(weights[path[-1].name], x.sharding), like)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.device_put(weights[path[-1].name], x.sharding), like
+    )

@@ -1,7 +1,9 @@
-"""A trainer in plain JAX, as in the cookbook of JAX's documentation: dicts, a loop over layers, AdamW by hand.
+"""A trainer in plain JAX, as in the cookbook of JAX's documentation: dicts, a loop over layers,
+AdamW by hand.
 
-XLA chooses the collectives (GSPMD). Weights and optimizer state are sharded over d and t, sequences over r and d, and
-what is between the layers over t too, by the shardings of the arguments and by constraints, each as ours shards them.
+XLA chooses the collectives (GSPMD). Weights and optimizer state are sharded over d and t, sequences
+over r and d, and what is between the layers over t too, by the shardings of the arguments and by
+constraints, each as ours shards them.
 """
 
 import functools
@@ -20,11 +22,19 @@ from shardwright.jax_extra import KEPT, save_for_backward
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 WHOLE = ("embed", "final_norm", "unembed")
 _IN, _OUT = P("d", "t"), P("t", "d")
-SPECS = {"embed": _OUT, "unembed": _OUT, "w_q": _IN, "w_k": _IN, "w_v": _IN, "w_o": P("t", None, None, "d")}
+SPECS = {
+    "embed": _OUT,
+    "unembed": _OUT,
+    "w_q": _IN,
+    "w_k": _IN,
+    "w_v": _IN,
+    "w_o": P("t", None, None, "d"),
+}
 SPECS |= {"w_gate": _IN, "w_up": _IN, "w_down": _OUT}
 """Sharding of the matrices of a layer, and of the others. Norms are on all devices."""
 BY_ROW, BETWEEN, WITHIN = P(("r", "d")), P(("r", "d"), "t"), P(("r", "d"), None, "t")
-"""Shardings of batches, between layers and within them; the first dims are sequences and positions."""
+"""Shardings of batches, between layers and within them; the first dims are sequences and
+positions."""
 constrained = jax.lax.with_sharding_constraint
 
 
@@ -36,7 +46,9 @@ def nested(weights: dict, layers: int) -> dict:
 
 
 def rope_tables(c: Shapes, length: int) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, [length, 1, d_head / 2], of the angles by which pairs turn (arXiv 2104.09864)."""
+    """Cosine and sine, [length, 1, d_head / 2], of the angles by which pairs turn (arXiv
+    2104.09864).
+    """
     frequencies = c.rope_base ** (-np.arange(0, c.d_head, 2) / c.d_head)
     angles = jnp.asarray((np.arange(length)[:, None, None] * frequencies).astype(np.float32))
     return jnp.cos(angles), jnp.sin(angles)
@@ -52,14 +64,20 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, platform: str) -> jax.Array:
     """Causal attention of each device's own heads; by a fused kernel where there is one."""
     fused = "cudnn" if platform == "gpu" and q.dtype == jnp.bfloat16 else "xla"
-    attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=fused)
-    return jax.shard_map(attention, in_specs=(WITHIN, WITHIN, WITHIN), out_specs=WITHIN, check_vma=False)(q, k, v)
+    attention = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation=fused
+    )
+    return jax.shard_map(
+        attention, in_specs=(WITHIN, WITHIN, WITHIN), out_specs=WITHIN, check_vma=False
+    )(q, k, v)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     """RMSNorm over the last dim (arXiv 1910.07467), in f32."""
     x32 = x.astype(jnp.float32)
-    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon) * weight).astype(x.dtype)
+    return (
+        x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon) * weight
+    ).astype(x.dtype)
 
 
 def run_layer(job: Job, rope: tuple[jax.Array, jax.Array], x: jax.Array, layer: dict) -> jax.Array:
@@ -75,7 +93,9 @@ def run_layer(job: Job, rope: tuple[jax.Array, jax.Array], x: jax.Array, layer: 
     q, k = save_for_backward((rotate(q, rope), rotate(k, rope)))
     attended = save_for_backward(attend(q, k, v, job.platform))
     attended = attended.reshape(b, l, c.n_kv, c.n_q_per_kv, c.d_head)
-    x = save_for_backward(constrained(x + jnp.einsum("blkqd,kqdm->blm", attended, w["w_o"]), BETWEEN))
+    x = save_for_backward(
+        constrained(x + jnp.einsum("blkqd,kqdm->blm", attended, w["w_o"]), BETWEEN)
+    )
     nx = rms_norm(x, w["mlp_norm"], c.norm_epsilon)
     gate, up = save_for_backward((nx @ w["w_gate"], nx @ w["w_up"]))
     hidden = constrained(jax.nn.silu(gate) * up, WITHIN)
@@ -118,7 +138,9 @@ def loss_of(parameters: dict, ids: jax.Array, targets: jax.Array, job: Job) -> j
 
 def mesh_of(job: Job, devices: Any) -> jax.sharding.Mesh:
     """The mesh of a job, over which XLA shards by itself."""
-    return jax.make_mesh((job.r, job.d, job.t), ("r", "d", "t"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    return jax.make_mesh(
+        (job.r, job.d, job.t), ("r", "d", "t"), axis_types=(AxisType.Auto,) * 3, devices=devices
+    )
 
 
 class OnJax(Trainer):
@@ -149,7 +171,10 @@ class Sharded(OnJax):
     def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None, devices: Any = None):
         self.job = job
         self.mesh = mesh_of(job, jax.devices()[: job.devices] if devices is None else devices)
-        shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in job.shapes.weights().items()}
+        shapes = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32)
+            for name, shape in job.shapes.weights().items()
+        }
         with jax.set_mesh(self.mesh):
             abstract = jax.eval_shape(self.initial, shapes)
             by_row = NamedSharding(self.mesh, BY_ROW)
@@ -188,7 +213,9 @@ class Contestant(Sharded):
             lambda path, _: NamedSharding(self.mesh, SPECS.get(path[-1].key, P())), state
         )
 
-    def training_step(self, state: dict, ids: jax.Array, targets: jax.Array) -> tuple[dict, jax.Array]:
+    def training_step(
+        self, state: dict, ids: jax.Array, targets: jax.Array
+    ) -> tuple[dict, jax.Array]:
         job = self.job
         loss, g = jax.value_and_grad(loss_of)(state["parameters"], ids, targets, job)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(g)))
@@ -196,5 +223,7 @@ class Contestant(Sharded):
         count = state["count"] + 1
         update = functools.partial(adamw, job, count=count)
         updated = jax.tree.map(update, state["parameters"], g, state["mu"], state["nu"])
-        parameters, mu, nu = (jax.tree.map(lambda _, found, i=i: found[i], g, updated) for i in range(3))
+        parameters, mu, nu = (
+            jax.tree.map(lambda _, found, i=i: found[i], g, updated) for i in range(3)
+        )
         return {"parameters": parameters, "mu": mu, "nu": nu, "count": count}, loss

@@ -1,4 +1,5 @@
-"""seqax: the step of train.py of a checkout (github.com/MatX-inc/seqax), in an environment of its own.
+"""seqax: the step of train.py of a checkout (github.com/MatX-inc/seqax), in an environment of its
+own.
 
 The products are in bf16, as its source has them, whatever the dtype of the job.
 """
@@ -14,9 +15,16 @@ import numpy as np
 from bench.throughput.peers.job import Job, Trainer, batches, starts_of
 
 ROOT = Path(__file__).resolve().parents[3]
-UNUSED = {"clearml": ("Logger", "Task"), "datasets": ("load_dataset",), "gcsfs": (), "torch": (), "torch.utils": ()}
+UNUSED = {
+    "clearml": ("Logger", "Task"),
+    "datasets": ("load_dataset",),
+    "gcsfs": (),
+    "torch": (),
+    "torch.utils": (),
+}
 UNUSED |= {"torch.utils.data": ("DataLoader",), "transformers": ("AutoTokenizer",)}
-"""Modules that train.py imports and its step does not use, and the names that it takes from them."""
+"""Modules that train.py imports and its step does not use, and the names that it takes from
+them."""
 
 
 def load(checkout: str):
@@ -48,8 +56,14 @@ class Contestant(Trainer):
         shapes["rope_max_timescale"] = shapes.pop("rope_base")
         self.h = self.train.Hparams(**shapes)
         adam = {"adam_b1": job.b1, "adam_b2": job.b2, "adam_eps": job.epsilon, "adam_eps_root": 0.0}
-        adam |= {"weight_decay": job.weight_decay, "learning_rate": job.learning_rate, "warmup_steps": 0, "steps": 1000}
-        adam |= {"steps_for_lr": 1000, "cosine_learning_rate_final_fraction": 1.0}  # a constant rate
+        adam |= {
+            "weight_decay": job.weight_decay,
+            "learning_rate": job.learning_rate,
+            "warmup_steps": 0,
+            "steps": 1000,
+        }
+        # a constant rate
+        adam |= {"steps_for_lr": 1000, "cosine_learning_rate_final_fraction": 1.0}
         self.hparams = self.train.TrainingHparams(**adam, tokens=None, seed=job.seed)
         devices = mesh_utils.create_device_mesh([job.d, job.t], jax.devices()[: job.devices])
         self.mesh = jax.sharding.Mesh(devices, ("d", "t"))
@@ -63,16 +77,29 @@ class Contestant(Trainer):
             )
             by_row = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("d"))
             self.batches = [
-                jax.device_put(self.train.TokenBatch(targets=ids, is_seq_start=starts_of(ids)), by_row)
+                jax.device_put(
+                    self.train.TokenBatch(targets=ids, is_seq_start=starts_of(ids)), by_row
+                )
                 for ids in batches(job)
             ]
 
     def of_seqax(self, weights: dict[str, np.ndarray], job: Job):
-        """Weights by the names of Shapes as those of seqax, whose attention does not divide by √d_head."""
+        """Weights by the names of Shapes as those of seqax, whose attention does not divide by
+        √d_head.
+        """
         w = weights
-        layers = {"ln1": w["attention_norm"], "ln2": w["mlp_norm"], "w_gate": w["w_gate"], "w_up": w["w_up"]}
-        w_q, w_o = (np.swapaxes(x, -3, -2) for x in (w["w_q"], np.moveaxis(w["w_o"], -1, 1)))  # Q K D
-        layers |= {"w_q": w_q * job.shapes.d_head**-0.5, "w_kv": np.stack([w["w_k"], w["w_v"]], axis=1)}
+        layers = {
+            "ln1": w["attention_norm"],
+            "ln2": w["mlp_norm"],
+            "w_gate": w["w_gate"],
+            "w_up": w["w_up"],
+        }
+        # Q K D
+        w_q, w_o = (np.swapaxes(x, -3, -2) for x in (w["w_q"], np.moveaxis(w["w_o"], -1, 1)))
+        layers |= {
+            "w_q": w_q * job.shapes.d_head**-0.5,
+            "w_kv": np.stack([w["w_k"], w["w_v"]], axis=1),
+        }
         layers |= {"w_o": w_o, "w_down": np.swapaxes(w["w_down"], 1, 2)}  # M Q K D
         whole = {"embed": w["embed"], "unembed": w["unembed"], "final_layer_norm": w["final_norm"]}
         return self.train.Model(**whole, transformer=self.train.Transformer(**layers))
@@ -80,5 +107,7 @@ class Contestant(Trainer):
     def run(self, batch):
         with self.mesh:
             number = np.uint32(self.steps)
-            self.state, metrics = self.train.training_step(self.state, number, self.h, self.hparams, batch)
+            self.state, metrics = self.train.training_step(
+                self.state, number, self.h, self.hparams, batch
+            )
         return metrics.loss

@@ -1,4 +1,6 @@
-"""Llama of `transformers` in PyTorch: torch.compile, fused attention, fused AdamW; bf16 is autocast of f32 weights."""
+"""Llama of `transformers` in PyTorch: torch.compile, fused attention, fused AdamW; bf16 is autocast
+of f32 weights.
+"""
 
 import contextlib
 import os
@@ -12,9 +14,13 @@ from bench.throughput.peers.job import Job, Shapes, Trainer, batches, inputs_of
 
 
 def causal(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
-    """The sdpa path of transformers without its mask, which would rule out fused kernels under torch.compile."""
+    """The sdpa path of transformers without its mask, which would rule out fused kernels under
+    torch.compile.
+    """
     shared = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shared)
+    out = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=shared
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -28,29 +34,46 @@ def model_of(c: Shapes, device: str) -> LlamaForCausalLM:
         "intermediate_size": c.d_ff,
         "rms_norm_eps": c.norm_epsilon,
     }
-    settings |= {"num_hidden_layers": c.layers, "num_attention_heads": c.heads, "num_key_value_heads": c.n_kv}
-    settings |= {"head_dim": c.d_head, "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base}}
-    settings |= {"tie_word_embeddings": False, "use_cache": False, "attn_implementation": "causal_sdpa"}
+    settings |= {
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.n_kv,
+    }
+    settings |= {
+        "head_dim": c.d_head,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base},
+    }
+    settings |= {
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "attn_implementation": "causal_sdpa",
+    }
     config = LlamaConfig(**settings)
     with torch.device(device):
         return LlamaForCausalLM(config).train()
 
 
 NAMES = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-NAMES |= {f"self_attn.{x}_proj": f"w_{x}" for x in "qkvo"} | {f"mlp.{x}_proj": f"w_{x}" for x in ("gate", "up", "down")}
+NAMES |= {f"self_attn.{x}_proj": f"w_{x}" for x in "qkvo"} | {
+    f"mlp.{x}_proj": f"w_{x}" for x in ("gate", "up", "down")
+}
 WHOLE = {"model.embed_tokens": "embed", "model.norm": "final_norm", "lm_head": "unembed"}
 """Our weights by their modules: in a layer, and beside the layers."""
 
 
 def load(model: LlamaForCausalLM, weights: dict[str, np.ndarray]) -> None:
-    """Puts weights in train.py's layout into `model`: torch has outputs first, and one dim for all heads."""
+    """Puts weights in train.py's layout into `model`: torch has outputs first, and one dim for all
+    heads.
+    """
     d_model = model.config.hidden_size
     found = {f"{module}.weight": weights[name] for module, name in WHOLE.items()}
     for module, name in NAMES.items():
         shape = (-1, d_model) if name in ("w_o", "w_down") else (d_model, -1)
         for i, x in enumerate(weights[name]):
             found[f"model.layers.{i}.{module}.weight"] = x if x.ndim == 1 else x.reshape(shape).T
-    model.load_state_dict({name: torch.tensor(np.ascontiguousarray(x)) for name, x in found.items()})
+    model.load_state_dict(
+        {name: torch.tensor(np.ascontiguousarray(x)) for name, x in found.items()}
+    )
 
 
 class Contestant(Trainer):
@@ -70,7 +93,9 @@ class Contestant(Trainer):
             self.model.parameters(), job.learning_rate, betas, job.epsilon, decay, fused=True
         )
         self.batches = [
-            tuple(torch.tensor(ids.astype(np.int64), device=self.device) for ids in (inputs_of(x), x))
+            tuple(
+                torch.tensor(ids.astype(np.int64), device=self.device) for ids in (inputs_of(x), x)
+            )
             for x in batches(job)
         ]
         self.loss_of = torch.compile(self.plain_loss) if compiled else self.plain_loss

@@ -2,8 +2,9 @@
 
     python -m bench.throughput.peers.worker '<Job as JSON>'
 
-A line of standard output that begins with MARK is an answer, in JSON; other lines are the contestant's own output. The
-first answer says that it is ready; then there is one for each line of standard input, a number of steps.
+A line of standard output that begins with MARK is an answer, in JSON; other lines are the
+contestant's own output. The first answer says that it is ready; then there is one for each line of
+standard input, a number of steps.
 """
 
 import importlib

@@ -1,4 +1,6 @@
-"""Implements the flat-tokens format (docs/formats.md): constants, token encoding, access to stores and splits."""
+"""Implements the flat-tokens format (docs/formats.md): constants, token encoding, access to stores
+and splits.
+"""
 
 import contextlib
 import os
@@ -19,8 +21,8 @@ IDENTITY = {"format": "flat-tokens", "version": 1}
 MARKERS = ("zarr.json", ".zgroup")
 """Files that mark a split as complete: of zarr v3, of zarr v2."""
 OPENING_RETRIES = 3
-"""Retries of a request while a dataset is opened, so that a wrong address is reported within seconds. Later, when a run
-depends on it, tensorstore retries for a quarter of an hour."""
+"""Retries of a request while a dataset is opened, so that a wrong address is reported within
+seconds. Later, when a run depends on it, tensorstore retries for a quarter of an hour."""
 
 TOKEN_FILES = (".bin", ".idx", ".npy")
 """Suffixes of other trainers' token ids."""
@@ -29,7 +31,10 @@ TOKEN_FILES = (".bin", ".idx", ".npy")
 def how_to_convert(names: Iterable[str]) -> str:
     """Returns what to do with token files of other trainers; empty if none of `names` is one."""
     found = next((name for name in names if name.endswith(TOKEN_FILES)), None)
-    about = "holds token ids, as nanoGPT, llm.c and Megatron-LM write them. Convert it with docs/recipes/token_files.py"
+    about = (
+        "holds token ids, as nanoGPT, llm.c and Megatron-LM write them. Convert it with "
+        "docs/recipes/token_files.py"
+    )
     return f"{found} {about} (docs/data.md)." if found else ""
 
 
@@ -39,7 +44,8 @@ def decode(encoded: AnyEncoded) -> tuple[AnyEncoded, AnyIsStart]:
 
 
 def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore:
-    """Opens the directory `filespec`, a local path or a URL that tensorstore knows (`gs://`, `s3://`, `http://` …).
+    """Opens the directory `filespec`, a local path or a URL that tensorstore knows (`gs://`,
+    `s3://`, `http://` …).
 
     The environment variable AWS_ENDPOINT_URL selects an `s3://` server other than Amazon's.
     """
@@ -48,7 +54,13 @@ def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore
     if scheme == "s3" and endpoint:
         bucket, _, path = rest.partition("/")
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-        spec = {"driver": "s3", "bucket": bucket, "path": path, "endpoint": endpoint.rstrip("/"), "aws_region": region}
+        spec = {
+            "driver": "s3",
+            "bucket": bucket,
+            "path": path,
+            "endpoint": endpoint.rstrip("/"),
+            "aws_region": region,
+        }
     else:
         spec = filespec if rest else {"driver": "file", "path": os.path.abspath(filespec)}
     with refused(f"{filespec} cannot be opened", "Correct the address."):
@@ -58,7 +70,12 @@ def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore
 
 def opening_context() -> ts.Context:
     """Makes a context for `open_kvstore` that reports a wrong address within seconds."""
-    return ts.Context({f"{name}_request_retries": {"max_retries": OPENING_RETRIES} for name in ("http", "gcs", "s3")})
+    return ts.Context(
+        {
+            f"{name}_request_retries": {"max_retries": OPENING_RETRIES}
+            for name in ("http", "gcs", "s3")
+        }
+    )
 
 
 def local_path(kvstore: ts.KvStore) -> str | None:
@@ -67,7 +84,8 @@ def local_path(kvstore: ts.KvStore) -> str | None:
 
 
 def check_files(root: ts.KvStore, names: Iterable[str], most: int = untrusted.LARGE) -> None:
-    """Raises ValueError if an existing file cannot be read, Damaged if it has more than `most` bytes.
+    """Raises ValueError if an existing file cannot be read, Damaged if it has more than `most`
+    bytes.
 
     tensorstore itself would block on a pipe, and crash if memory runs out.
     """
@@ -88,12 +106,16 @@ def check_files(root: ts.KvStore, names: Iterable[str], most: int = untrusted.LA
                 is_there = False
         if is_there:
             raise Damaged(
-                f"{_shown(root)}{name} cannot be read: it has more than {most:,} bytes. {untrusted.COPY_AGAIN}"
+                f"{_shown(root)}{name} cannot be read: it has more than {most:,} bytes. "
+                f"{untrusted.COPY_AGAIN}"
             )
 
 
 def read_file(root: ts.KvStore, name: str, most: int = untrusted.LARGE) -> bytes | None:
-    """Reads a file of at most `most` bytes; None if it is missing. Raises what `check_files` raises."""
+    """Reads a file of at most `most` bytes; None if it is missing.
+
+    Raises what `check_files` raises.
+    """
     check_files(root, [name], most)
     with _reading(root, name):
         read = root.read(name).result()
@@ -101,11 +123,16 @@ def read_file(root: ts.KvStore, name: str, most: int = untrusted.LARGE) -> bytes
 
 
 def _reading(root: ts.KvStore, name: str) -> contextlib.AbstractContextManager:
-    return refused(f"{_shown(root)}{name} cannot be read", "Check the address, the connection and your permissions.")
+    return refused(
+        f"{_shown(root)}{name} cannot be read",
+        "Check the address, the connection and your permissions.",
+    )
 
 
 def _shown(kvstore: ts.KvStore) -> str:
-    """Returns the URL of a directory, for messages; also for other `s3://` servers, for which tensorstore has none."""
+    """Returns the URL of a directory, for messages; also for other `s3://` servers, for which
+    tensorstore has none.
+    """
     spec = kvstore.spec().to_json()
     return f"s3://{spec['bucket']}/{spec['path']}" if spec["driver"] == "s3" else kvstore.url
 
@@ -116,7 +143,9 @@ def is_there(root: ts.KvStore, split: str) -> bool:
 
 
 def stamps(root: ts.KvStore, split: str) -> list[tuple[int, ...]]:
-    """Identifies a local split by the inodes, sizes and times of its marker files, which change if it is replaced."""
+    """Identifies a local split by the inodes, sizes and times of its marker files, which change if
+    it is replaced.
+    """
     path = local_path(root)
     paths = [f"{path}{split}/{marker}" for marker in MARKERS if path is not None]
     found = [os.stat(path) for path in paths if os.path.exists(path)]
@@ -128,8 +157,12 @@ def clear_split(filespec: str, split: str, overwrite: bool) -> None:
     root = open_kvstore(filespec)
     whole = is_there(root, split)
     if whole and not overwrite:
-        raise ValueError(f"{filespec.rstrip('/')}/{split} exists already. Delete it, or choose another path.")
-    with refused(f"{_shown(root)} cannot be written", "Check the address, its disk and your permissions."):
+        raise ValueError(
+            f"{filespec.rstrip('/')}/{split} exists already. Delete it, or choose another path."
+        )
+    with refused(
+        f"{_shown(root)} cannot be written", "Check the address, its disk and your permissions."
+    ):
         root.write("finished.json", None).result()
     if not whole:
         return

@@ -1,8 +1,8 @@
 """Writes splits of a flat-tokens dataset, resumably, and further arrays with a value per token.
 
-While a dataset is being written, `unfinished.json` in its directory holds the settings, and `unfinished_<split>.npz`
-the state of the current split. At the end `finished.json` with the settings replaces them, so that repeating the
-command does nothing.
+While a dataset is being written, `unfinished.json` in its directory holds the settings, and
+`unfinished_<split>.npz` the state of the current split. At the end `finished.json` with the
+settings replaces them, so that repeating the command does nothing.
 """
 
 import contextlib
@@ -17,7 +17,13 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Integer, UInt32
 
-from shardwright.data.flat_tokens.format import IDENTITY, clear_split, open_kvstore, opening_context, read_file
+from shardwright.data.flat_tokens.format import (
+    IDENTITY,
+    clear_split,
+    open_kvstore,
+    opening_context,
+    read_file,
+)
 from shardwright.data.flat_tokens.reader import Reader
 from shardwright.data.untrusted import parse_object, refused
 
@@ -58,9 +64,14 @@ def mark_starts(ids: Ids, lengths: Lengths, where: str = "flat-tokens") -> Encod
         ValueError: a document is empty, or the lengths do not add up to the tokens.
     """
     if (ids.size and not lengths.size) or (lengths < 1).any():
-        raise ValueError(f"{where}: a document is empty, so no token can mark its start. Remove it.")
+        raise ValueError(
+            f"{where}: a document is empty, so no token can mark its start. Remove it."
+        )
     if lengths.sum() != ids.size:
-        raise ValueError(f"{where}: the lengths of documents add up to {lengths.sum()}, but there are {ids.size} ids.")
+        raise ValueError(
+            f"{where}: the lengths of documents add up to {lengths.sum()}, but there are "
+            f"{ids.size} ids."
+        )
     encoded = ids.astype(np.uint32) << np.uint32(1)
     encoded[np.cumsum(lengths) - lengths] |= np.uint32(1)
     return encoded
@@ -88,7 +99,9 @@ class GrowingArray:
         self._write: ts.WriteFutures | None = None
         if written:
             # Later shards, if any, will be rewritten with the same bytes.
-            self._array = self._open(self._shard, open=True).resize(exclusive_max=[written]).result()
+            self._array = (
+                self._open(self._shard, open=True).resize(exclusive_max=[written]).result()
+            )
         else:
             # Remove what an interrupted writer left.
             kvstore.delete_range(ts.KvStore.KeyRange()).result()
@@ -128,7 +141,8 @@ class GrowingArray:
         self.wait()
         values, end = self.pending, self.length
         if self._array is None:
-            # The index of a shard has a fixed size, so an array smaller than a shard gets a smaller shard.
+            # The index of a shard has a fixed size, so an array smaller than a shard gets a smaller
+            # shard.
             chunks = min(self._shard, max(end, 1) + INNER_CHUNK - 1) // INNER_CHUNK
             self._array = self._open(chunks * INNER_CHUNK, create=True, shape=[0])
         self._array = self._array.resize(exclusive_max=[end], expand_only=True).result()
@@ -163,14 +177,15 @@ class GrowingArray:
 class Writer(contextlib.AbstractContextManager):
     """Writes one split of a dataset, in zarr v3.
 
-    Readers see the split only after `close`, which writes the group's metadata last, after all other writes succeeded.
-    As a context manager it closes on a clean exit, and leaves the split incomplete on an exception.
+    Readers see the split only after `close`, which writes the group's metadata last, after all
+    other writes succeeded. As a context manager it closes on a clean exit, and leaves the split
+    incomplete on an exception.
 
     Args:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
         split: name of the split, `train` or `validation`.
-        resume: True to resume from the last `save`, if any; the files become the same. Otherwise replaces an incomplete
-            split.
+        resume: True to resume from the last `save`, if any; the files become the same. Otherwise
+            replaces an incomplete split.
 
     Raises:
         ValueError: the split exists already.
@@ -186,7 +201,9 @@ class Writer(contextlib.AbstractContextManager):
         saved = {} if content is None else np.load(io.BytesIO(content))
         self._arrays: dict[str, GrowingArray] = {}
         for name, dtype in (("encoded_tokens", np.uint32), ("seq_starts", np.uint64)):
-            array = GrowingArray(self._root / f"{split}/{name}/", dtype, int(saved.get(f"{name}.written", 0)))
+            array = GrowingArray(
+                self._root / f"{split}/{name}/", dtype, int(saved.get(f"{name}.written", 0))
+            )
             array.append(saved.get(f"{name}.pending", np.zeros(0, dtype)))
             self._arrays[name] = array
         self.num_documents = self._arrays["seq_starts"].length
@@ -203,18 +220,23 @@ class Writer(contextlib.AbstractContextManager):
         return self._arrays["encoded_tokens"].length
 
     def append(self, ids: Ids, lengths: Lengths) -> None:
-        """Adds whole documents, given by their concatenated token ids and the number of tokens of each.
+        """Adds whole documents, given by their concatenated token ids and the number of tokens of
+        each.
 
         Raises:
-            ValueError: an id is outside [0, MAX_TOKEN_ID], a document is empty, the lengths do not add up to the
-                tokens, or a write failed.
+            ValueError: an id is outside [0, MAX_TOKEN_ID], a document is empty, the lengths do not
+                add up to the tokens, or a write failed.
         """
         if ids.size and ((low := int(ids.min())) < 0 or (high := int(ids.max())) > MAX_TOKEN_ID):
-            raise ValueError(f"{self.path}: token id {low if low < 0 else high} is outside [0, {MAX_TOKEN_ID}].")
+            raise ValueError(
+                f"{self.path}: token id {low if low < 0 else high} is outside [0, {MAX_TOKEN_ID}]."
+            )
         self.append_encoded(mark_starts(ids, lengths, self.path))
 
     def append_encoded(self, encoded: Encoded) -> None:
-        """Adds tokens encoded by `mark_starts`. Those before the first start continue the last document.
+        """Adds tokens encoded by `mark_starts`.
+
+        Those before the first start continue the last document.
 
         Raises ValueError if a write failed.
         """
@@ -227,23 +249,34 @@ class Writer(contextlib.AbstractContextManager):
         self._max_token_id = max(self._max_token_id, int(encoded.max()) >> 1)
 
     def append_split(self, reader: Reader) -> None:
-        """Adds all documents of a split. Raises ValueError if it is damaged, or if its tokens contradict its sizes."""
+        """Adds all documents of a split.
+
+        Raises ValueError if it is damaged, or if its tokens contradict its sizes.
+        """
         before, size = self.num_documents, reader.num_tokens
         for start in range(0, size, TOKENS_SHARD):
             encoded = reader.read(np.array([start]), np.array([min(TOKENS_SHARD, size - start)]))
             if int(encoded.max()) >> 1 > reader.max_token_id or not (start or encoded[0] & 1):
-                raise ValueError(f"{reader.path} is damaged: tokens from {start} on contradict its attributes.")
+                raise ValueError(
+                    f"{reader.path} is damaged: tokens from {start} on contradict its attributes."
+                )
             self.append_encoded(encoded)
         if (found := self.num_documents - before) != reader.num_documents:
-            raise ValueError(f"{reader.path} is damaged: it has {found} documents, not {reader.num_documents}.")
+            raise ValueError(
+                f"{reader.path} is damaged: it has {found} documents, not {reader.num_documents}."
+            )
 
     def save(self, place: object = None) -> None:
-        """Writes `unfinished_<split>.npz` next to the split, from which another writer can resume after a kill.
+        """Writes `unfinished_<split>.npz` next to the split, from which another writer can resume
+        after a kill.
 
-        It holds the pending elements and `place`, a JSON value. `close` deletes it. Raises ValueError if a write
-        failed.
+        It holds the pending elements and `place`, a JSON value. `close` deletes it. Raises
+        ValueError if a write failed.
         """
-        state: dict[str, Any] = {"max_token_id": np.array(self._max_token_id), "done": np.array(json.dumps(place))}
+        state: dict[str, Any] = {
+            "max_token_id": np.array(self._max_token_id),
+            "done": np.array(json.dumps(place)),
+        }
         for name, array in self._arrays.items():
             array.wait()
             state |= {f"{name}.written": np.array(array.written), f"{name}.pending": array.pending}
@@ -264,7 +297,9 @@ class Writer(contextlib.AbstractContextManager):
         self._root.write(".zgroup", None).result()  # of an earlier dataset in zarr v2
         for prefix, attributes in (("", {}), (f"{self._split}/", self.attributes | own)):
             group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-            self._root.write(f"{prefix}zarr.json", json.dumps(group, indent=1).encode() + b"\n").result()
+            self._root.write(
+                f"{prefix}zarr.json", json.dumps(group, indent=1).encode() + b"\n"
+            ).result()
         self._root.write(self._state, None).result()
 
     def __exit__(self, exc_type: type | None, *_: object) -> None:
@@ -285,24 +320,33 @@ def state_of(split: str) -> str:
 def unfinished_settings(out: str) -> dict[str, Any] | None:
     """Reads the settings with which an unfinished dataset was started; None if there is none."""
     content = read_file(open_kvstore(out, opening_context()), "unfinished.json")
-    return None if content is None else parse_object(f"{out}/unfinished.json", content, remedy="Delete it.")
+    return (
+        None
+        if content is None
+        else parse_object(f"{out}/unfinished.json", content, remedy="Delete it.")
+    )
 
 
 @contextlib.contextmanager
-def work_on(out: str, settings: Mapping[str, Any], splits: list[str], overwrite: bool) -> Iterator[bool]:
+def work_on(
+    out: str, settings: Mapping[str, Any], splits: list[str], overwrite: bool
+) -> Iterator[bool]:
     """Context for writing a dataset. Gives True if it resumes earlier work.
 
-    Locks a local dataset if its file system has locks. A clean exit finishes the dataset and deletes the settings and
-    what `Writer.save` wrote. Finished work also resumes, with nothing left to do.
+    Locks a local dataset if its file system has locks. A clean exit finishes the dataset and
+    deletes the settings and what `Writer.save` wrote. Finished work also resumes, with nothing left
+    to do.
 
     Args:
         out: directory of the dataset; a local path or a URL that tensorstore knows.
         settings: JSON values by name, all that the result depends on.
         splits: names of the splits that will be written.
-        overwrite: True to replace existing splits, and to restart work that was started with other settings.
+        overwrite: True to replace existing splits, and to restart work that was started with other
+            settings.
 
     Raises:
-        ValueError: another process writes it, a split exists already, or the work was started with other settings.
+        ValueError: another process writes it, a split exists already, or the work was started with
+            other settings.
     """
     settings = json.loads(json.dumps(settings))
     root = open_kvstore(out)
@@ -316,10 +360,13 @@ def work_on(out: str, settings: Mapping[str, Any], splits: list[str], overwrite:
         if before is None and not overwrite and read_file(root, "finished.json") == finished:
             before = settings  # killed after the end, or the command is repeated
         if before not in (None, settings) and not overwrite:
-            name = next(name for name in [*settings, *before] if before.get(name) != settings.get(name))
+            name = next(
+                name for name in [*settings, *before] if before.get(name) != settings.get(name)
+            )
             raise ValueError(
-                f"{out} is unfinished and was started with other settings: {name} was {before.get(name)}, is "
-                f"{settings.get(name)}. Give the same to resume, overwrite=true to restart, or another path."
+                f"{out} is unfinished and was started with other settings: {name} was "
+                f"{before.get(name)}, is {settings.get(name)}. Give the same to resume, "
+                f"overwrite=true to restart, or another path."
             )
         if before != settings:
             for split in splits:
@@ -353,28 +400,33 @@ def _locked(out: str) -> Iterator[None]:
 def add_input(filespec: str, split: str, name: str, values: np.ndarray) -> None:
     """Adds the array `input_<name>` to a complete split, in zarr v3.
 
-    If the call is interrupted, the array is shorter than the tokens or lacks its last file, and readers reject it.
+    If the call is interrupted, the array is shorter than the tokens or lacks its last file, and
+    readers reject it.
 
     Args:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
         split: name of the split, `train` or `validation`.
         name: of the input; letters, digits, _ and -.
-        values: one per token, uint32[num_tokens] or a smaller unsigned type. Read in parts, so it may be a np.memmap.
+        values: one per token, uint32[num_tokens] or a smaller unsigned type. Read in parts, so it
+            may be a np.memmap.
 
     Raises:
-        ValueError: the split is missing or in zarr v2, has such an array already, `values` have the wrong length or
-            type, or a write failed.
+        ValueError: the split is missing or in zarr v2, has such an array already, `values` have the
+            wrong length or type, or a write failed.
     """
     reader = Reader(filespec, split)
     where = f"{reader.path}/input_{name}"
     kvstore = open_kvstore(filespec) / f"{reader.input_key(name)}/"
     if values.shape != (reader.num_tokens,) or not np.can_cast(values.dtype, np.uint32):
         raise ValueError(
-            f"{where}: the values are {values.dtype}{list(values.shape)}, not uint32[{reader.num_tokens}], one per "
-            "token. Give values.astype(np.uint32), or for float32 their bits, values.view(np.uint32)."
+            f"{where}: the values are {values.dtype}{list(values.shape)}, not "
+            f"uint32[{reader.num_tokens}], one per token. Give values.astype(np.uint32), or for "
+            f"float32 their bits, values.view(np.uint32)."
         )
     if read_file(kvstore, "zarr.json") is not None:
-        raise ValueError(f"{where} exists already, maybe incomplete. Delete it, or choose another name.")
+        raise ValueError(
+            f"{where} exists already, maybe incomplete. Delete it, or choose another name."
+        )
     array = GrowingArray(kvstore, np.uint32)
     for start in range(0, reader.num_tokens, TOKENS_SHARD):
         array.append(np.asarray(values[start : start + TOKENS_SHARD], np.uint32))

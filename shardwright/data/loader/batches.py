@@ -23,20 +23,27 @@ from shardwright.data.text.tokenizers import ByteLengths, Tokenizer
 
 TargetCounts = Int64[np.ndarray, "sequences"]
 T = TypeVar("T")
-NO_EPOCHS = "Only a single flat-tokens dataset has epochs (training.eval_epochs); give a number of steps instead."
+NO_EPOCHS = (
+    "Only a single flat-tokens dataset has epochs (training.eval_epochs); give a number of "
+    "steps instead."
+)
 
 
 @pytree_dataclass
 class TokenBatch:
-    """Sequences, on the devices or as host arrays. The batch of a step is an `Array["m", TokenBatch]`.
+    """Sequences, on the devices or as host arrays.
 
-    Microbatch k of m has the sequences k·n to (k + 1)·n of the m·n in the batch, in order, on every mesh.
+    The batch of a step is an `Array["m", TokenBatch]`.
+
+    Microbatch k of m has the sequences k·n to (k + 1)·n of the m·n in the batch, in order, on every
+    mesh.
     """
 
     targets: u32["B/b L"]
     """Token ids to predict, each from those before it in its document; 0 in padding."""
     is_seq_start: bool_["B/b L"]
-    """True where a document starts. Attention may not look from or beyond such a position to earlier ones."""
+    """True where a document starts. Attention may not look from or beyond such a position to
+    earlier ones."""
     loss_mask: bool_["B/b L"]
     """False in padding, where there is nothing to predict."""
     inputs: u32["B/b L inputs"] | None = None
@@ -69,7 +76,8 @@ class Text(NamedTuple):
     utf8_bytes: int | None
     """UTF-8 bytes of the text of the targets; None if unknown."""
     checksum: int
-    """Sum of the CRC-32 of all sequences, which does not depend on how they are divided into batches."""
+    """Sum of the CRC-32 of all sequences, which does not depend on how they are divided into
+    batches."""
 
 
 def in_microbatches(sequences: T, count: int) -> T:
@@ -77,8 +85,11 @@ def in_microbatches(sequences: T, count: int) -> T:
     return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sequences)
 
 
-def batch_shapes(batch_size: int, seq_len: int, microbatches: int, inputs: int = 0, loss_inputs: int = 0) -> TokenBatch:
-    """Makes the `jax.ShapeDtypeStruct` of each array of a step's batch on the current mesh, to compile the step.
+def batch_shapes(
+    batch_size: int, seq_len: int, microbatches: int, inputs: int = 0, loss_inputs: int = 0
+) -> TokenBatch:
+    """Makes the `jax.ShapeDtypeStruct` of each array of a step's batch on the current mesh, to
+    compile the step.
 
     Args:
         batch_size: sequences in the batch, over all hosts.
@@ -90,9 +101,13 @@ def batch_shapes(batch_size: int, seq_len: int, microbatches: int, inputs: int =
     shape = microbatches, batch_size // microbatches, seq_len
     struct = jax.ShapeDtypeStruct
     tokens, flags = struct(shape, np.uint32), struct(shape, np.bool_)
-    further = (struct((*shape, count), np.uint32) if count else None for count in (inputs, loss_inputs))
+    further = (
+        struct((*shape, count), np.uint32) if count else None for count in (inputs, loss_inputs)
+    )
     batch = TokenBatch(tokens, flags, flags, *further)
-    return jax.tree.map(lambda x, s: x.update(sharding=s), batch, make_shardings(Array["m", TokenBatch], like=batch))
+    return jax.tree.map(
+        lambda x, s: x.update(sharding=s), batch, make_shardings(Array["m", TokenBatch], like=batch)
+    )
 
 
 class Loader:
@@ -110,7 +125,8 @@ class Loader:
         microbatches: number of microbatches in the batches that `load` returns, at least 1.
 
     Raises:
-        ValueError: a size is out of range, or the mesh and `microbatches` do not divide a batch of `train`.
+        ValueError: a size is out of range, or the mesh and `microbatches` do not divide a batch of
+            `train`.
     """
 
     parallel_loads: int
@@ -118,8 +134,8 @@ class Loader:
     num_tokens: int | None
     """Tokens in the split, all sources together; None if unknown."""
     once: bool
-    """True for splits other than `train`: each sequence is in one batch, and `load` adds padding where the batch or the
-    mesh is larger."""
+    """True for splits other than `train`: each sequence is in one batch, and `load` adds padding
+    where the batch or the mesh is larger."""
     files: Sequence[str] = ()
     """Lines about the text files that are read, if any."""
     tokenizer: Tokenizer | None = None
@@ -144,10 +160,15 @@ class Loader:
         size = -(-batch_size // multiple) * multiple if self.once else batch_size
         if size % multiple:
             raise ValueError(
-                f"A batch of {size} sequences does not divide into {microbatches} microbatches on the mesh "
-                f"{dict(mesh.shape)}. Choose a multiple of {multiple} for the batch size."
+                f"A batch of {size} sequences does not divide into {microbatches} microbatches on "
+                f"the mesh {dict(mesh.shape)}. Choose a multiple of {multiple} for the batch size."
             )
-        self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
+        self.split, self.batch_size, self.seq_len, self.vocab_size = (
+            split,
+            batch_size,
+            seq_len,
+            vocab_size,
+        )
         self.inputs, self.loss_inputs = tuple(inputs), tuple(loss_inputs)
         self.microbatches = microbatches
         self._shape = microbatches, size // microbatches, seq_len
@@ -163,11 +184,14 @@ class Loader:
         return self.batch_size * self.seq_len
 
     def rows(self, step: int) -> int:
-        """Counts the sequences in the batch of `step`: batch_size, or what is left of a split that is read `once`."""
+        """Counts the sequences in the batch of `step`: batch_size, or what is left of a split that
+        is read `once`.
+        """
         return self.batch_size
 
     def sequences(self, step: int, indices: Indices) -> TokenBatch:
-        """Reads sequences of the batch of `step`, at least 0, to the host, by their indices in [0, rows(step)).
+        """Reads sequences of the batch of `step`, at least 0, to the host, by their indices in [0,
+        rows(step)).
 
         Raises:
             ValueError: the step cannot be read, or data is missing or damaged.
@@ -175,22 +199,30 @@ class Loader:
         raise NotImplementedError
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns JSON values for a checkpoint, with which `make_loader` resumes at the batch of `step`.
+        """Returns JSON values for a checkpoint, with which `make_loader` resumes at the batch of
+        `step`.
 
         They only identify the datasets if any step can be read at any time.
         """
         return {}
 
     def epochs_before(self, step: int) -> Fraction:
-        """Counts the passes over the data before the batch of `step`. Raises ValueError if that is unknown."""
+        """Counts the passes over the data before the batch of `step`.
+
+        Raises ValueError if that is unknown.
+        """
         raise ValueError(NO_EPOCHS)
 
     def passes(self, step: int) -> dict[str, Fraction]:
-        """Counts the passes over each source before the batch of `step`, by name; empty if unknown."""
+        """Counts the passes over each source before the batch of `step`, by name; empty if
+        unknown.
+        """
         return {}
 
     def count_targets(self) -> TargetCounts | None:
-        """Counts the targets of each of the first sequences; None if all positions are targets, or it is unknown."""
+        """Counts the targets of each of the first sequences; None if all positions are targets, or
+        it is unknown.
+        """
         return None
 
     def pieces(self, step: int) -> list[Piece]:
@@ -199,12 +231,15 @@ class Loader:
         Raises ValueError for a stream, whose batches are known only once they are read.
         """
         raise ValueError(
-            "The run reads a stream, whose batches are unknown until it is read from the start. Write a dataset with "
-            "shardwright/tools/huggingface_to_flat_tokens to inspect any step."
+            "The run reads a stream, whose batches are unknown until it is read from the start. "
+            "Write a dataset with shardwright/tools/huggingface_to_flat_tokens to inspect any step."
         )
 
     def documents(self, step: int) -> dict[str | None, list[tuple[int, int]]]:
-        """Lists ranges (first, last index) of documents in the batch of `step`, by source. Raises as `pieces` does."""
+        """Lists ranges (first, last index) of documents in the batch of `step`, by source.
+
+        Raises as `pieces` does.
+        """
         stretches: dict[str | None, list[tuple[int, int]]] = {}
         for piece in sorted(self.pieces(step), key=lambda piece: piece.document):
             known = stretches.setdefault(piece.source, [])
@@ -220,23 +255,32 @@ class Loader:
         return None
 
     def text(self, step: int) -> Text:
-        """Measures the text in this process's share of the batch of `step`. Raises as `sequences`."""
+        """Measures the text in this process's share of the batch of `step`.
+
+        Raises as `sequences`.
+        """
         rows = np.array_split(np.arange(self.rows(step)), jax.process_count())[jax.process_index()]
         known = self.byte_lengths
         if not rows.size:  # fewer sequences than processes
             return Text(None if known is None else 0, 0)
         found = self.sequences(step, rows)
-        checksum = sum(zlib.crc32(b"".join(map(bytes, row))) for row in zip(*jax.tree.leaves(found), strict=True))
+        checksum = sum(
+            zlib.crc32(b"".join(map(bytes, row)))
+            for row in zip(*jax.tree.leaves(found), strict=True)
+        )
         of_targets = found.targets[found.loss_mask], found.is_seq_start[found.loss_mask]
         return Text(None if known is None else known.count(*of_targets), checksum)
 
     def load(self, step: int) -> TokenBatch:
         """Loads the batch of `step` onto the devices, as an Array["m", TokenBatch].
 
-        Each host reads only the sequences of its own devices. Raises ValueError as `sequences` does.
+        Each host reads only the sequences of its own devices. Raises ValueError as `sequences`
+        does.
         """
         if self.shardings is None:
-            raise ValueError("The loader has no mesh to place batches on. Create it under jax.set_mesh(mesh).")
+            raise ValueError(
+                "The loader has no mesh to place batches on. Create it under jax.set_mesh(mesh)."
+            )
         shape = self._shape
         count, size, _ = shape
         parts = self.shardings.targets.addressable_devices_indices_map(shape).values()
@@ -248,7 +292,9 @@ class Loader:
 
         def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
             def shard(index: Any) -> np.ndarray:
-                return values[index[0], np.searchsorted(rows, np.arange(size)[index[1]]), *index[2:]]
+                return values[
+                    index[0], np.searchsorted(rows, np.arange(size)[index[1]]), *index[2:]
+                ]
 
             return jax.make_array_from_callback((*shape, *values.shape[3:]), sharding, shard)
 
@@ -256,20 +302,25 @@ class Loader:
 
 
 class prefetch(contextlib.AbstractContextManager, Iterator[T]):
-    """Iterates over `load(step)` for the steps in [start, stop), computed ahead of use in threads. A context manager.
+    """Iterates over `load(step)` for the steps in [start, stop), computed ahead of use in threads.
 
-    An error in `load` is raised when its step is due. The end of the context drops remaining batches and waits for
-    running calls of `load`.
+    A context manager.
+
+    An error in `load` is raised when its step is due. The end of the context drops remaining
+    batches and waits for running calls of `load`.
 
     Args:
-        load: must be thread-safe if threads > 1. It sees no mesh, because `jax.set_mesh` is per thread.
+        load: must be thread-safe if threads > 1. It sees no mesh, because `jax.set_mesh` is per
+            thread.
         start: the first step.
         stop: one past the last step.
         depth: batches loaded ahead of the one in use, at least 1; each takes memory on the devices.
         threads: concurrent calls of `load`, at least 1. Several hide the latency of a store.
     """
 
-    def __init__(self, load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1):
+    def __init__(
+        self, load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1
+    ):
         self._pool = ThreadPoolExecutor(min(threads, depth), thread_name_prefix="prefetch")
         self._begun = map(functools.partial(self._pool.submit, load), range(start, stop))
         self._ahead = deque(itertools.islice(self._begun, depth))
@@ -283,7 +334,8 @@ class prefetch(contextlib.AbstractContextManager, Iterator[T]):
 
     def settle(self) -> None:
         """Waits until no call runs and none will start before the next result is taken."""
-        wait([result for result in self._ahead if not result.cancelled()])  # a cancelled one is never called done
+        # a cancelled one is never called done
+        wait([result for result in self._ahead if not result.cancelled()])
 
     def __exit__(self, *exc_info: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,8 +1,10 @@
-"""Computes the order of sequences: a random permutation, and the source of each sequence of a mixture.
+"""Computes the order of sequences: a random permutation, and the source of each sequence of a
+mixture.
 
-Both are computed on demand and not stored. A mixture is a pure function of weights, seed and sequence number, counted
-over the whole run. Each block of 1024 sequences has a fixed number from each source, in random order. A source's
-sequences come in the order of that source alone, so its epochs are exact.
+Both are computed on demand and not stored. A mixture is a pure function of weights, seed and
+sequence number, counted over the whole run. Each block of 1024 sequences has a fixed number from
+each source, in random order. A source's sequences come in the order of that source alone, so its
+epochs are exact.
 """
 
 import math
@@ -19,7 +21,8 @@ Counts = Int64[np.ndarray, "sources"]
 BLOCK = 1024
 """Sequences within which the share of each source is exact to less than one sequence."""
 PERIOD = 1024
-"""Blocks within which the share of each source is exact: shares are multiples of 1 / (BLOCK · PERIOD)."""
+"""Blocks within which the share of each source is exact: shares are multiples of 1 / (BLOCK ·
+PERIOD)."""
 _SEED = 0x6D69_7874_7572_6573
 """Makes the order within blocks differ from that of a dataset of BLOCK sequences."""
 
@@ -27,18 +30,21 @@ _U64 = np.uint64
 
 
 def _mix(x: Words) -> Words:
-    """Applies the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words."""
+    """Applies the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit
+    words.
+    """
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
     return x ^ (x >> _U64(31))
 
 
 def permute(index: Indices, size: int, seed: int, epoch: Indices) -> Indices:
-    """Maps `index` by the random permutation of range(size) that (seed, epoch) selects for each index.
+    """Maps `index` by the random permutation of range(size) that (seed, epoch) selects for each
+    index.
 
-    An eight-round Feistel network on pairs (high, low) of a grid just larger than `size`, repeated for values outside
-    `size`. The cost does not depend on size, and nothing is stored. The values must never change, because that would
-    alter the batches of every run that resumes.
+    An eight-round Feistel network on pairs (high, low) of a grid just larger than `size`, repeated
+    for values outside `size`. The cost does not depend on size, and nothing is stored. The values
+    must never change, because that would alter the batches of every run that resumes.
 
     Args:
         index: in [0, size).
@@ -86,13 +92,14 @@ class Quotas:
         self.shares: Counts = shares
         """Sequences of each source in each BLOCK · PERIOD."""
         self._seed = seed ^ _SEED
-        # A share of c + r/PERIOD sequences per block means c + 1 in r blocks of a period, and c in the others. The
-        # bounds between sources shift by 1/PERIOD per block; bit reversal of the shift spreads the blocks with c + 1
-        # evenly over the period.
+        # A share of c + r/PERIOD sequences per block means c + 1 in r blocks of a period, and c in
+        # the others. The bounds between sources shift by 1/PERIOD per block; bit reversal of the
+        # shift spreads the blocks with c + 1 evenly over the period.
         bits = PERIOD.bit_length() - 1
         shift = np.array([int(f"{block:0{bits}b}"[::-1], 2) for block in range(PERIOD)])
         self._bounds = -((shift[:, None] - np.cumsum(shares)) // PERIOD)
-        """[block of a period, source]: one past the source's positions in the block, before permutation."""
+        """[block of a period, source]: one past the source's positions in the block, before
+        permutation."""
         quotas = np.diff(self._bounds, axis=1, prepend=0)
         self._before = np.concatenate([np.zeros_like(quotas[:1]), np.cumsum(quotas, axis=0)])
         """[block of a period, source]: sequences of the source in the period before the block."""
@@ -100,7 +107,8 @@ class Quotas:
     def locate(self, numbers: Indices) -> tuple[Indices, Indices]:
         """Returns `(source, number)` of sequences given by their numbers in the mixture.
 
-        These are the index of the source, and the sequence's number in that source, over all epochs.
+        These are the index of the source, and the sequence's number in that source, over all
+        epochs.
         """
         if self.shares.size == 1:
             return np.zeros_like(numbers), numbers
@@ -119,9 +127,13 @@ class Quotas:
         return period * self.shares + self._before[block] + begun
 
     def _blocks(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns [block, place] arrays: the source of each sequence, and how many of it precede in the block."""
+        """Returns [block, place] arrays: the source of each sequence, and how many of it precede in
+        the block.
+        """
         slots = np.tile(np.arange(BLOCK), which.size)
-        place = permute(slots, BLOCK, self._seed, np.repeat(which, BLOCK)).reshape(which.size, BLOCK)
+        place = permute(slots, BLOCK, self._seed, np.repeat(which, BLOCK)).reshape(
+            which.size, BLOCK
+        )
         bounds = self._bounds[which % PERIOD]
         source = (place[:, :, None] >= bounds[:, None]).sum(axis=2)
         so_far = np.cumsum(source[:, :, None] == np.arange(self.shares.size), axis=1)

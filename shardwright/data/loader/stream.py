@@ -1,7 +1,7 @@
 """Tokenizes batches on the fly from a Hugging Face dataset or text files, for quick trials.
 
-Unlike a flat-tokens dataset, a stream is read sequentially: only steps that follow a known state can be read. Such a
-state is small, because it is only a position in the stream.
+Unlike a flat-tokens dataset, a stream is read sequentially: only steps that follow a known state
+can be read. Such a state is small, because it is only a position in the stream.
 """
 
 import contextlib
@@ -25,64 +25,79 @@ from shardwright.data.text.tokenizers import ByteLengths, Tokenizer, byte_length
 
 
 class _Place(NamedTuple):
-    """A position in the stream: after `documents` documents of a block, and `tokens` tokens of the next document."""
+    """A position in the stream: after `documents` documents of a block, and `tokens` tokens of the
+    next document.
+    """
 
     epoch: int = 0
     block: int = 0
     """Blocks of the epoch before this one."""
     source: dict[str, Any] | None = None
-    """State of the `datasets` library at the start of the block; None for the start of the epoch."""
+    """State of the `datasets` library at the start of the block; None for the start of the
+    epoch."""
     documents: int = 0
     tokens: int = 0
 
 
 def _check_overlap(stream: StreamConfig, validation: Found) -> None:
-    """Raises ValueError if a stream trains on its validation, as far as its files for training are on this machine."""
+    """Raises ValueError if a stream trains on its validation, as far as its files for training are
+    on this machine.
+    """
     shared = [stream.train] if stream.dataset and stream.train == stream.validation else []
     with contextlib.suppress(ValueError):  # evaluation does without them
         shared += find_files(stream.train_files, "train").shared_with(validation)
     if shared:
         raise ValueError(
-            f"data.stream trains and validates on {', '.join(shared[:3])}. Choose other data, or set "
-            "training.eval_batches=0."
+            f"data.stream trains and validates on {', '.join(shared[:3])}. Choose other data, or "
+            f"set training.eval_batches=0."
         )
 
 
 class StreamLoader(Loader):
-    """Loads batches of one split of a stream. Every host reads the whole stream and loads its own sequences.
+    """Loads batches of one split of a stream.
 
-    `load` and `sequences` return steps in order, from the step of `state` or from 0. Skipping steps still reads them.
-    Going back to step 0, or to a step that was read, rereads the stream from there.
+    Every host reads the whole stream and loads its own sequences.
+
+    `load` and `sequences` return steps in order, from the step of `state` or from 0. Skipping steps
+    still reads them. Going back to step 0, or to a step that was read, rereads the stream from
+    there.
 
     Args:
         config: the stream, and how to read it.
-        state: what `state(step)` returned in another run of the same config; None for the beginning.
+        state: what `state(step)` returned in another run of the same config; None for the
+            beginning.
         batches: arguments of Loader.
 
     Raises:
-        ValueError: a setting is out of range or missing, a dataset or tokenizer is missing, token ids exceed the
-            vocabulary, a package is not installed, or the files differ from those of the state.
+        ValueError: a setting is out of range or missing, a dataset or tokenizer is missing, token
+            ids exceed the vocabulary, a package is not installed, or the files differ from those of
+            the state.
     """
 
     tokenizer: Tokenizer
     parallel_loads = 1
     num_tokens = None
 
-    def __init__(self, config: DataConfig, state: Mapping[str, Any] | None, *batches: Any, **options: Any):
+    def __init__(
+        self, config: DataConfig, state: Mapping[str, Any] | None, *batches: Any, **options: Any
+    ):
         super().__init__(*batches, **options)
         for reader, names in {"model": self.inputs, "loss": self.loss_inputs}.items():
             if not names:
                 continue
             raise ValueError(
-                f"data.stream is set, but the {reader} also reads {', '.join(names)}, which streams do not have. "
-                "Write a flat-tokens dataset with it (docs/formats.md) and set data.filespec."
+                f"data.stream is set, but the {reader} also reads {', '.join(names)}, which "
+                "streams do not have. Write a flat-tokens dataset with it (docs/formats.md) and "
+                "set data.filespec."
             )
         stream: Any = config.stream
         self._config, self._stream = config, stream
         files = {"train": stream.train_files, "validation": stream.validation_files}[self.split]
         hub = stream.dataset, stream.dataset_config, getattr(stream, self.split)
         separator = {"separator": stream.text_separator}
-        self._name, self._data, found = sources.open_text("data.stream", *hub, files, stream.text_field, **separator)
+        self._name, self._data, found = sources.open_text(
+            "data.stream", *hub, files, stream.text_field, **separator
+        )
         self.files = found.described(self.split)
         if self.split == "validation":
             _check_overlap(stream, found)
@@ -90,8 +105,9 @@ class StreamLoader(Loader):
         size = self.tokenizer.vocab_size
         if self.vocab_size is not None and size > self.vocab_size:
             raise ValueError(
-                f"The tokenizer of the stream {self._name} has {size} ids, more than the model's vocabulary of "
-                f"{self.vocab_size}. Set the vocabulary to {size}, or choose another tokenizer."
+                f"The tokenizer of the stream {self._name} has {size} ids, more than the model's "
+                f"vocabulary of {self.vocab_size}. Set the vocabulary to {size}, or choose another "
+                "tokenizer."
             )
         self._beginning = self._data.state_dict()
         place = dict(state or {})
@@ -100,8 +116,9 @@ class StreamLoader(Loader):
         self._files = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:20]
         if place.pop("files", self._files) != self._files:
             raise ValueError(
-                f"The files of the stream {self._name} differ from the checkpoint's, by name or size, so it cannot "
-                "resume at its position. Resume with the same files, or start another run."
+                f"The files of the stream {self._name} differ from the checkpoint's, by name or "
+                "size, so it cannot resume at its position. Resume with the same files, or start "
+                "another run."
             )
         first = place.pop("step", 0)
         self._places = {0: _Place(), first: _Place(**place)}
@@ -115,7 +132,10 @@ class StreamLoader(Loader):
         return jax.tree.map(lambda x: x[indices], self._batch(step))
 
     def rows(self, step: int) -> int:
-        """Counts the sequences in the batch of `step`, as Loader.rows describes. Raises as `sequences`."""
+        """Counts the sequences in the batch of `step`, as Loader.rows describes.
+
+        Raises as `sequences`.
+        """
         return int(self._batch(step).loss_mask.any(axis=1).sum()) if self.once else self.batch_size
 
     def _batch(self, step: int) -> TokenBatch:
@@ -134,11 +154,14 @@ class StreamLoader(Loader):
         return batch
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns the state before the batch of `step`, which is known once the previous batch has been read."""
+        """Returns the state before the batch of `step`, which is known once the previous batch has
+        been read.
+        """
         if step not in self._places:
             raise ValueError(
-                f"The stream {self._name} has no state for step {step}, only for 0, {max([*self._places])} and some "
-                "in between, because streams are read in order. Resume from a checkpoint that has its state."
+                f"The stream {self._name} has no state for step {step}, only for 0, "
+                f"{max([*self._places])} and some in between, because streams are read in order. "
+                f"Resume from a checkpoint that has its state."
             )
         return {"step": step, "files": self._files} | self._places[step]._asdict()
 
@@ -148,7 +171,9 @@ class StreamLoader(Loader):
         return byte_lengths(self.tokenizer)
 
     def _read_from(self, first: int) -> Iterator[tuple[int, TokenBatch]]:
-        """Yields each step and its batch, from a step whose position is known. Records the position after it.
+        """Yields each step and its batch, from a step whose position is known.
+
+        Records the position after it.
 
         Batches after the end of a split that is read once are empty.
         """
@@ -157,12 +182,17 @@ class StreamLoader(Loader):
         ended = _Place(1), _Place(1), ids
         offset = 0
         shape = (self.batch_size, self.seq_len)
-        # Packed: a batch is one run of consecutive documents. Otherwise each sequence is the start of a document.
+        # Packed: a batch is one run of consecutive documents. Otherwise each sequence is the start
+        # of a document.
         packed = self._config.sequence_packing
         stretch = self.batch_size * self.seq_len if packed else self.seq_len
         for step in itertools.count(first):
-            batch = TokenBatch(*(np.zeros(shape, dtype) for dtype in (np.uint32, np.bool_, np.bool_)))
-            for targets, is_start, mask in zip(*(x.reshape(-1, stretch) for x in jax.tree.leaves(batch)), strict=True):
+            batch = TokenBatch(
+                *(np.zeros(shape, dtype) for dtype in (np.uint32, np.bool_, np.bool_))
+            )
+            for targets, is_start, mask in zip(
+                *(x.reshape(-1, stretch) for x in jax.tree.leaves(batch)), strict=True
+            ):
                 done = 0
                 while done < stretch:
                     if offset == ids.size:
@@ -185,7 +215,9 @@ class StreamLoader(Loader):
             yield step, batch
 
     def _tokenize(self, place: _Place) -> Iterator[tuple[_Place, _Place, np.ndarray]]:
-        """Yields each document with tokens from `place` on: its position, the position after it, and its ids."""
+        """Yields each document with tokens from `place` on: its position, the position after it,
+        and its ids.
+        """
         # Only the first document may start in the middle.
         tokens = place.tokens
         for block, texts, after_block in self._blocks(place):
@@ -194,15 +226,21 @@ class StreamLoader(Loader):
                 key = np.full_like(order, block.epoch << 32 | block.block)
                 texts = [texts[i] for i in permute(order, len(texts), self._config.seed, key)]
             encoded = self.tokenizer.encode(texts[block.documents :])
-            for i, ids in enumerate(np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), block.documents):
+            for i, ids in enumerate(
+                np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), block.documents
+            ):
                 here = block._replace(documents=i, tokens=tokens)
-                after = block._replace(documents=i + 1, tokens=0) if i + 1 < len(texts) else after_block
+                after = (
+                    block._replace(documents=i + 1, tokens=0) if i + 1 < len(texts) else after_block
+                )
                 tokens = 0
                 if ids.size:
                     yield here, after, ids
 
     def _blocks(self, place: _Place) -> Iterator[tuple[_Place, list[str], _Place]]:
-        """Yields the blocks of all epochs from `place` on: position, documents, and the position after it."""
+        """Yields the blocks of all epochs from `place` on: position, documents, and the position
+        after it.
+        """
         while not (self.once and place.epoch):
             self._data.load_state_dict(self._beginning if place.source is None else place.source)
             texts: list[str] = []
@@ -222,5 +260,8 @@ class StreamLoader(Loader):
             if texts:
                 yield place, texts, after
             elif place == _Place(place.epoch):
-                raise ValueError(f"The stream {self._name} has no text. Check data.stream.text_field and the source.")
+                raise ValueError(
+                    f"The stream {self._name} has no text. Check data.stream.text_field and the "
+                    "source."
+                )
             place = after

@@ -25,14 +25,16 @@ _FIRST, _LATER, _BESIDE = range(0xC2, 0xF5), range(0x80, 0xC0), sorted({*PROBE.e
 
 
 class Agreement:
-    """Encodes texts with gigatoken where both encoders agree: on each code point, compared when it first occurs.
+    """Encodes texts with gigatoken where both encoders agree: on each code point, compared when it
+    first occurs.
 
     Args:
         definition: the tokenizer.json.
         exact: the encoder of `tokenizers`, for the other texts.
 
     Raises:
-        ValueError: they give other ids for PROBES or for added tokens in text, or there is what gigatoken ignores.
+        ValueError: they give other ids for PROBES or for added tokens in text, or there is what
+            gigatoken ignores.
         Exception: any error of the two libraries.
     """
 
@@ -40,7 +42,12 @@ class Agreement:
         content = json.loads(definition)
         added = content.get("added_tokens") or []
         plain = [token for token in added if not token["special"]]
-        content |= {"added_tokens": plain, "post_processor": None, "truncation": None, "padding": None}
+        content |= {
+            "added_tokens": plain,
+            "post_processor": None,
+            "truncation": None,
+            "padding": None,
+        }
         if odd := {name for token in plain for name, value in token.items() if value} - IGNORED:
             raise ValueError(f"added tokens have {', '.join(odd)}")
         if len({bool(token.get("normalized")) for token in plain}) > 1:
@@ -55,7 +62,10 @@ class Agreement:
         self._known = np.zeros(0x110000, bool)
         self._known[:128] = self._known[0xD800:0xE000] = True
         self._agrees = np.arange(0x110000) < 128
-        texts = [f"{token}|{token}{token}x{token} {token}\n" for token in (token["content"] for token in added)]
+        texts = [
+            f"{token}|{token}{token}x{token} {token}\n"
+            for token in (token["content"] for token in added)
+        ]
         ascii_pairs = "".join(map("".join, itertools.product(map(chr, range(128)), repeat=2)))
         if not all(map(self._same, [*PROBES, *texts, ascii_pairs])):
             raise ValueError("gigatoken gives other ids")

@@ -1,6 +1,7 @@
 """Loads, finds and trains tokenizers, and converts them to Hugging Face's tokenizer.json.
 
-Whatever library defines a tokenizer, its dataset keeps a tokenizer.json, so that any program can decode its ids.
+Whatever library defines a tokenizer, its dataset keeps a tokenizer.json, so that any program can
+decode its ids.
 """
 
 import fnmatch
@@ -12,12 +13,28 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwright.data.untrusted import LARGE, check_file, first_line, one_line, parse_object, read_text, refused
+from shardwright.data.untrusted import (
+    LARGE,
+    check_file,
+    first_line,
+    one_line,
+    parse_object,
+    read_text,
+    refused,
+)
 
-# GPT-2's letters for bytes: printable Latin-1 characters for themselves, characters from 256 on for the others.
-_PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+# GPT-2's letters for bytes: printable Latin-1 characters for themselves, characters from 256 on for
+# the others.
+_PRINTABLE = {
+    *range(ord("!"), ord("~") + 1),
+    *range(ord("¡"), ord("¬") + 1),
+    *range(ord("®"), ord("ÿ") + 1),
+}
 _UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
-BYTE_LETTERS = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + _UNPRINTABLE.index(byte)) for byte in range(256)}
+BYTE_LETTERS = {
+    byte: chr(byte) if byte in _PRINTABLE else chr(256 + _UNPRINTABLE.index(byte))
+    for byte in range(256)
+}
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space in the vocabulary of SentencePiece."""
@@ -34,20 +51,25 @@ PROBES = (
 
 @functools.lru_cache(maxsize=1)
 def load_definition(definition: str) -> Any:
-    """Loads the tokenizers.Tokenizer of a tokenizer.json, without special tokens in text, truncation and padding.
+    """Loads the tokenizers.Tokenizer of a tokenizer.json, without special tokens in text,
+    truncation and padding.
 
     Raises:
         ValueError: the definition is damaged, or has dropout.
     """
     from tokenizers import Tokenizer
 
-    model = parse_object("tokenizer.json", definition, {"model": {"dropout?": float | None}})["model"]
+    model = parse_object("tokenizer.json", definition, {"model": {"dropout?": float | None}})[
+        "model"
+    ]
     if model.get("dropout"):
         raise ValueError(
-            f"tokenizer.json: model.dropout is {model['dropout']}, so a text would have different ids in each run. Set "
-            "it to null."
+            f"tokenizer.json: model.dropout is {model['dropout']}, so a text would have different "
+            f"ids in each run. Set it to null."
         )
-    newer = "Download or write it again; or, if a newer version of `tokenizers` wrote it, install that."
+    newer = (
+        "Download or write it again; or, if a newer version of `tokenizers` wrote it, install that."
+    )
     with refused("`tokenizers` cannot read the tokenizer.json", newer):
         tokenizer = Tokenizer.from_str(definition)
     tokenizer.no_truncation()
@@ -59,16 +81,19 @@ def load_definition(definition: str) -> Any:
 
 _VOCABULARIES = ("tokenizer.json", "*.model*", "vocab*", "*.tiktoken", "tekken.json")
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
-"""Files by which transformers adds tokens to those of a tokenizer.json, or takes another class for it."""
+"""Files by which transformers adds tokens to those of a tokenizer.json, or takes another class for
+it."""
 FILES = [*_VOCABULARIES, *_BESIDE, "merges.txt"]
 """The files of a tokenizer on the hub."""
 
 
 def find_huggingface(name: str) -> str:
-    """Finds a tokenizer and returns its tokenizer.json, with the tokens that files beside it add in transformers.
+    """Finds a tokenizer and returns its tokenizer.json, with the tokens that files beside it add in
+    transformers.
 
     Args:
-        name: the file, a directory, or a name on the Hugging Face hub. transformers converts other formats.
+        name: the file, a directory, or a name on the Hugging Face hub. transformers converts other
+            formats.
 
     Raises:
         ValueError: it is missing or damaged.
@@ -79,7 +104,10 @@ def find_huggingface(name: str) -> str:
     if not os.path.isdir(directory):
         if name.endswith(".json"):
             raise ValueError(f"no file {name!r} in {os.getcwd()}. Correct the path.")
-        remedy = "Check the name, the connection, and that you are logged in if access is restricted; or give a local "
+        remedy = (
+            "Check the name, the connection, and that you are logged in if access is "
+            "restricted; or give a local "
+        )
         with refused(f"Cannot load the tokenizer {name!r}", remedy + "tokenizer.json."):
             import huggingface_hub
 
@@ -101,7 +129,8 @@ def _added(tokenizer: Any) -> dict[int, str]:
 
 
 def open_directory(directory: str | os.PathLike) -> Any:
-    """Opens the tokenizer in a directory with transformers, without running code from the directory.
+    """Opens the tokenizer in a directory with transformers, without running code from the
+    directory.
 
     Raises:
         ImportError: its format needs a package that is not installed.
@@ -115,8 +144,13 @@ def open_directory(directory: str | os.PathLike) -> Any:
             check_file(os.path.join(directory, file), LARGE)
     import transformers
 
-    # AutoTokenizer replaces parts of some tokenizer.json by those of the class that it takes the tokenizer for.
-    kind = transformers.PreTrainedTokenizerFast if "tokenizer.json" in found else transformers.AutoTokenizer
+    # AutoTokenizer replaces parts of some tokenizer.json by those of the class that it takes the
+    # tokenizer for.
+    kind = (
+        transformers.PreTrainedTokenizerFast
+        if "tokenizer.json" in found
+        else transformers.AutoTokenizer
+    )
     with refused(f"transformers cannot open the tokenizer in {directory}"):
         tokenizer = kind.from_pretrained(directory, trust_remote_code=False)
         tokenizer.backend_tokenizer.get_vocab_size()  # raises if the tokenizer is one in Python
@@ -140,17 +174,23 @@ def differences(directory: str | os.PathLike) -> list[str]:
         why = f"opens it as {type(theirs).__name__}, with other ids for {one_line(other, 20)!r}"
     except Exception as error:  # of many kinds
         why = f"does not open it: {first_line(error)}"
-    return [f"warning: tokenizer.json is read, as transformers.PreTrainedTokenizerFast does, but AutoTokenizer {why}"]
+    return [
+        f"warning: tokenizer.json is read, as transformers.PreTrainedTokenizerFast does, but "
+        f"AutoTokenizer {why}"
+    ]
 
 
-# ---- translation --------------------------------------------------------------------------------------------------
+# ---- translation ---------------------------------------------------------------------------------
 
 
-def from_ranks(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], offset: int = 0) -> str:
+def from_ranks(
+    ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], offset: int = 0
+) -> str:
     """Converts a tiktoken byte-level BPE to a tokenizer.json.
 
-    tiktoken splits text by a pattern, then merges the two neighbors whose joined bytes have the lowest rank. So each
-    way to split a token in two is a merge, in the order of ranks. Split text that is itself a token stays whole.
+    tiktoken splits text by a pattern, then merges the two neighbors whose joined bytes have the
+    lowest rank. So each way to split a token in two is a merge, in the order of ranks. Split text
+    that is itself a token stays whole.
 
     Args:
         ranks: rank of each token.
@@ -162,12 +202,32 @@ def from_ranks(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, i
     for token in sorted((t for t in ranks if len(t) > 1), key=ranks.__getitem__):
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
         known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
-        merges += [[_to_letters(a), _to_letters(b)] for a, b in sorted(known, key=lambda c: (ranks[c[0]], ranks[c[1]]))]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    # {1,3}+ is possessive in tiktoken and a repetition in `tokenizers`. Without + both find the same.
+        merges += [
+            [_to_letters(a), _to_letters(b)]
+            for a, b in sorted(known, key=lambda c: (ranks[c[0]], ranks[c[1]]))
+        ]
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    # {1,3}+ is possessive in tiktoken and a repetition in `tokenizers`. Without + both find the
+    # same.
     pattern = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     by_id = sorted(special.items(), key=lambda item: item[1])
     # Special tokens must be in the vocabulary, or `tokenizers` ignores their stated ids.
     vocab = {_to_letters(token): rank + offset for token, rank in ranks.items()} | dict(special)
@@ -191,23 +251,29 @@ PAD = "<pad>"
 
 @functools.cache
 def byte_definition() -> str:
-    """Makes the tokenizer.json of UTF-8 bytes, with ids as in ByT5: a byte-level BPE without merges."""
+    """Makes the tokenizer.json of UTF-8 bytes, with ids as in ByT5: a byte-level BPE without
+    merges.
+    """
     special = {"<s>": 0, "</s>": 1, PAD: 2}
-    return from_ranks({bytes([byte]): byte for byte in range(256)}, r"\n+|[^\n]+", special, BYTE_OFFSET)
+    return from_ranks(
+        {bytes([byte]): byte for byte in range(256)}, r"\n+|[^\n]+", special, BYTE_OFFSET
+    )
 
 
 def _to_letters(token: bytes) -> str:
     return "".join(map(BYTE_LETTERS.__getitem__, token))
 
 
-# ---- training -----------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> str:
-    """Trains a byte-level BPE on `documents`, with ids 0 and 1 for `<|begin|>` and `<|end|>`. Returns tokenizer.json.
+    """Trains a byte-level BPE on `documents`, with ids 0 and 1 for `<|begin|>` and `<|end|>`.
 
-    With too few documents its vocabulary is smaller than `vocab_size`, because nothing is left to merge once each word
-    is a token. The size is at least 258.
+    Returns tokenizer.json.
+
+    With too few documents its vocabulary is smaller than `vocab_size`, because nothing is left to
+    merge once each word is a token. The size is at least 258.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,4 +1,5 @@
-"""Reads text documents in order, from files or from a Hugging Face dataset, which needs the library `datasets`.
+"""Reads text documents in order, from files or from a Hugging Face dataset, which needs the library
+`datasets`.
 
 The position in a source is a small JSON value, from which reading can resume.
 """
@@ -15,7 +16,14 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from shardwright.data.text.files import Found, find_files, find_in_dataset, kind_of
-from shardwright.data.untrusted import POINTER_BYTES, check_pointer, decode, parse_json, refused, shown
+from shardwright.data.untrusted import (
+    POINTER_BYTES,
+    check_pointer,
+    decode,
+    parse_json,
+    refused,
+    shown,
+)
 
 BLOCK_BYTES = 2**21
 """Characters per block of documents: large enough to make sending it to a process cheap."""
@@ -46,30 +54,38 @@ def open_text(
         dataset: name on the hub, or a local directory; None for files.
         dataset_config: its configuration (subset); None if it has only one.
         split: name of the split; None for files of the split `where`.
-        files: patterns for `find_files`, read in this order; empty for a dataset. A document is a line of .jsonl, an
-            element of the array in a .json, a record of .parquet, .arrow, .feather or .csv, or a .txt.
+        files: patterns for `find_files`, read in this order; empty for a dataset. A document is a
+            line of .jsonl, an element of the array in a .json, a record of .parquet, .arrow,
+            .feather or .csv, or a .txt.
         text_field: the column or JSON key that holds the document.
         revision: a commit or tag of the dataset; None for the newest.
-        separator: text between the documents of a .txt, including adjacent line breaks. None: one document per file.
+        separator: text between the documents of a .txt, including adjacent line breaks. None: one
+            document per file.
 
     Raises:
-        ValueError: both or none are given, or the dataset, the split or a file is missing or cannot be read.
+        ValueError: both or none are given, or the dataset, the split or a file is missing or cannot
+            be read.
     """
     from fsspec.compression import register_compression
 
     # Also for `datasets`, whose reader of .zst files does not detect truncation.
-    register_compression("zstd", lambda file, **_: io.BufferedReader(_Zstd(file)), ["zst", "zstd"], force=True)
+    register_compression(
+        "zstd", lambda file, **_: io.BufferedReader(_Zstd(file)), ["zst", "zstd"], force=True
+    )
     if (dataset is None) == (not files):
         raise ValueError(
-            f"{where}: give either `dataset`, to read from Hugging Face, or files; dataset is {dataset!r}, files are "
-            f"{list(files)}."
+            f"{where}: give either `dataset`, to read from Hugging Face, or files; dataset is "
+            f"{dataset!r}, files are {list(files)}."
         )
     if dataset is not None:
         if split is None:
-            raise ValueError(f"{where}.source is missing; give the split of {dataset} to read, such as `train`.")
+            raise ValueError(
+                f"{where}.source is missing; give the split of {dataset} to read, such as `train`."
+            )
         name = f"{dataset} ({split})"
         with refused(
-            f"Cannot read {name}", "Check its name, its split, the connection, and whether its files are whole."
+            f"Cannot read {name}",
+            "Check its name, its split, the connection, and whether its files are whole.",
         ):
             import datasets
 
@@ -87,11 +103,18 @@ def open_text(
 
 
 def blocks(
-    name: str, data: Any, text_field: str, place: dict[str, Any] | None = None, max_bad_rows: int = 0
+    name: str,
+    data: Any,
+    text_field: str,
+    place: dict[str, Any] | None = None,
+    max_bad_rows: int = 0,
 ) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yields documents in blocks of about BLOCK_BYTES, each with the position after it. Documents without text are "".
+    """Yields documents in blocks of about BLOCK_BYTES, each with the position after it.
 
-    A position includes the number of `bad_rows` before it, which are skipped and reported on stderr.
+    Documents without text are "".
+
+    A position includes the number of `bad_rows` before it, which are skipped and reported on
+    stderr.
 
     Args:
         name: of the source, for messages.
@@ -116,7 +139,11 @@ def blocks(
             size += len(text)
         elif num_bad < max_bad_rows:
             num_bad += 1
-            print(f"bad row {num_bad} of at most {max_bad_rows}: {shown(text)}", file=sys.stderr, flush=True)
+            print(
+                f"bad row {num_bad} of at most {max_bad_rows}: {shown(text)}",
+                file=sys.stderr,
+                flush=True,
+            )
         else:
             raise ValueError(f"{text}. {CORRECT}")
         if size >= BLOCK_BYTES:
@@ -129,7 +156,8 @@ def blocks(
 
 
 def documents(name: str, data: Any, text_field: str) -> Iterator[str | ValueError]:
-    """Yields each document, "" for one without text; for a bad row of a file an error with its file and position.
+    """Yields each document, "" for one without text; for a bad row of a file an error with its file
+    and position.
 
     Args:
         name: of the source, for messages.
@@ -155,12 +183,14 @@ def documents(name: str, data: Any, text_field: str) -> Iterator[str | ValueErro
         yield text
 
 
-# ---- files --------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 @dataclass
 class Files:
-    """Rows of files in order, each with its file and position; methods are those of datasets.IterableDataset."""
+    """Rows of files in order, each with its file and position; methods are those of
+    datasets.IterableDataset.
+    """
 
     paths: list[str]
     text_field: str
@@ -183,7 +213,10 @@ class Files:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position."""
         file, row, number = self._position
-        return {"examples_iterable": {"shard_idx": file, "shard_example_idx": row}, "number": number}
+        return {
+            "examples_iterable": {"shard_idx": file, "shard_example_idx": row},
+            "number": number,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to a position."""
@@ -193,7 +226,9 @@ class Files:
     def __iter__(self) -> Iterator[tuple[str, object]]:
         first, row, number = self._position
         for file in range(first, len(self.paths)):
-            for found in itertools.islice(_rows(self.paths[file], self.text_field, self.separator), row, None):
+            for found in itertools.islice(
+                _rows(self.paths[file], self.text_field, self.separator), row, None
+            ):
                 if number >= self.skipped + self.most:
                     return
                 row, number = row + 1, number + 1
@@ -204,7 +239,9 @@ class Files:
 
 
 def _rows(path: str, text_field: str, separator: str | None) -> Iterator[tuple[str, object]]:
-    """Yields the rows of a file, as `_document` takes them, each with the file and its position there."""
+    """Yields the rows of a file, as `_document` takes them, each with the file and its position
+    there.
+    """
     import fsspec
 
     kind = str(kind_of(path))
@@ -217,7 +254,8 @@ def _rows(path: str, text_field: str, separator: str | None) -> Iterator[tuple[s
         opened: Any = fsspec.open(path, "rb", compression="infer")
         with opened as file:
             if kind in ("csv", "text"):
-                # Bytes that are not UTF-8 become halves of surrogate pairs, which `_document` rejects.
+                # Bytes that are not UTF-8 become halves of surrogate pairs, which `_document`
+                # rejects.
                 newline = "" if kind == "csv" else None
                 file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline)
             for place, row in READERS[kind](file, text_field, separator):
@@ -259,7 +297,8 @@ class _Zstd(io.RawIOBase):
 
 
 def _document(row: object, text_field: str) -> str:
-    """Extracts the document of a row, "" for null: of its columns, JSON bytes, or a ValueError to raise.
+    """Extracts the document of a row, "" for null: of its columns, JSON bytes, or a ValueError to
+    raise.
 
     Raises ValueError for bad rows.
     """
@@ -280,7 +319,9 @@ def _document(row: object, text_field: str) -> str:
     except UnicodeEncodeError as error:
         if not is_json:
             decode(text.encode(errors="surrogateescape"))  # raises
-        raise ValueError(f"{text_field!r} has half of a surrogate pair at character {error.start}") from error
+        raise ValueError(
+            f"{text_field!r} has half of a surrogate pair at character {error.start}"
+        ) from error
     return text
 
 
@@ -296,7 +337,9 @@ def _json(file: IO, *_: object) -> Iterator[tuple[str, Any]]:
     lines = _lines(file)
     place, first = next(lines, ("", b""))
     if first.lstrip().startswith(b"["):
-        yield from ((f"element {i}", row) for i, row in enumerate(parse_json(decode(first + file.read()))))
+        yield from (
+            (f"element {i}", row) for i, row in enumerate(parse_json(decode(first + file.read())))
+        )
     elif first:
         yield from itertools.chain([(place, first)], lines)
 
@@ -311,7 +354,10 @@ def _csv(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]:
     for row in reader:
         wrong = ValueError(f"it has {len(row)} fields, not {len(names)}")
         if row:
-            yield f"line {place}", dict(zip(names, row, strict=True)) if len(row) == len(names) else wrong
+            yield (
+                f"line {place}",
+                dict(zip(names, row, strict=True)) if len(row) == len(names) else wrong,
+            )
         place = reader.line_num + 1
 
 
@@ -320,7 +366,9 @@ def _parquet(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]
 
     opened = parquet.ParquetFile(file)
     known = text_field in opened.schema_arrow.names
-    return _records(opened.iter_batches(RECORDS, columns=[text_field] if known else None), text_field)
+    return _records(
+        opened.iter_batches(RECORDS, columns=[text_field] if known else None), text_field
+    )
 
 
 def _arrow(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]:
@@ -334,7 +382,11 @@ def _arrow(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]:
         yield from _records(map(opened.get_batch, range(opened.num_record_batches)), text_field)
         return
     yield from _records(batches, text_field)
-    if file.seekable() and file.seek(-8, os.SEEK_END) and file.read() != b"\xff\xff\xff\xff\0\0\0\0":
+    if (
+        file.seekable()
+        and file.seek(-8, os.SEEK_END)
+        and file.read() != b"\xff\xff\xff\xff\0\0\0\0"
+    ):
         raise EOFError("the end-of-stream marker is missing")
 
 
@@ -357,7 +409,9 @@ def _records(batches: Iterable[Any], text_field: str) -> Iterator[tuple[str, Any
 
 
 def _text(file: IO, text_field: str, separator: str | None) -> Iterator[tuple[str, Any]]:
-    """Yields the text, or the documents between separators; after the last one only if it is not empty."""
+    """Yields the text, or the documents between separators; after the last one only if it is not
+    empty.
+    """
     if separator is None:
         yield "document 0", {text_field: file.read()}
         return
@@ -365,10 +419,20 @@ def _text(file: IO, text_field: str, separator: str | None) -> Iterator[tuple[st
     rest = ""
     while content := file.read(BLOCK_BYTES):
         *whole, rest = (rest + content).split(separator)
-        yield from ((f"document {next(number)}", {text_field: document.strip("\r\n")}) for document in whole)
+        yield from (
+            (f"document {next(number)}", {text_field: document.strip("\r\n")}) for document in whole
+        )
     if rest.strip("\r\n"):
         yield f"document {next(number)}", {text_field: rest.strip("\r\n")}
 
 
-READERS = {"jsonl": _lines, "json": _json, "parquet": _parquet, "arrow": _arrow, "csv": _csv, "text": _text}
-"""Reader of each kind of file: yields rows with their positions. Lines count from 1, all else from 0."""
+READERS = {
+    "jsonl": _lines,
+    "json": _json,
+    "parquet": _parquet,
+    "arrow": _arrow,
+    "csv": _csv,
+    "text": _text,
+}
+"""Reader of each kind of file: yields rows with their positions. Lines count from 1, all else from
+0."""

@@ -42,16 +42,19 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Encodes documents to ids, and decodes them, with `tokenizers` or tiktoken; bytes need neither.
+    """Encodes documents to ids, and decodes them, with `tokenizers` or tiktoken; bytes need
+    neither.
 
-    Instead of `tokenizers`, gigatoken encodes large texts, if it is installed and gives the same ids for PROBES.
+    Instead of `tokenizers`, gigatoken encodes large texts, if it is installed and gives the same
+    ids for PROBES.
 
     Raises:
         ValueError: the definition is damaged, or lacks the end token.
     """
 
     definition: str | None = None
-    """Its tokenizer.json. None if the tokenizer is unknown: it cannot encode, and decodes ids to numbers."""
+    """Its tokenizer.json. None if the tokenizer is unknown: it cannot encode, and decodes ids to
+    numbers."""
     end_token: str | None = None
     """Token appended to each document that has tokens; None for none."""
     encoding: Any = None
@@ -65,19 +68,26 @@ class Tokenizer:
             return
         special = sorted(self.special)
         raise ValueError(
-            f"The tokenizer has no token {self.end_token!r} for tokenizer.end_token. Choose one of its {len(special)} "
-            f"special tokens, such as {special[:30]}."
+            f"The tokenizer has no token {self.end_token!r} for tokenizer.end_token. Choose one of "
+            f"its {len(special)} special tokens, such as {special[:30]}."
         )
 
     @property
     def special(self) -> dict[str, int]:
         """Special tokens and their ids."""
-        return {token.content: i for i, token in load_definition(self.definition).get_added_tokens_decoder().items()}
+        return {
+            token.content: i
+            for i, token in load_definition(self.definition).get_added_tokens_decoder().items()
+        }
 
     @property
     def end(self) -> int | None:
         """The id of the end token, None for none."""
-        return None if self.end_token is None else load_definition(self.definition).token_to_id(self.end_token)
+        return (
+            None
+            if self.end_token is None
+            else load_definition(self.definition).token_to_id(self.end_token)
+        )
 
     @property
     def is_bytes(self) -> bool:
@@ -129,20 +139,26 @@ class Tokenizer:
 
     def _by_definition(self, texts: list[str]) -> list[np.ndarray]:
         longest = max(texts, key=len, default="")
-        which = f"maybe the one of {len(longest):,} characters that begins {one_line(longest, 50)!r}"
+        which = (
+            f"maybe the one of {len(longest):,} characters that begins {one_line(longest, 50)!r}"
+        )
         with refused(f"a document cannot be tokenized, {which}", "Split it or remove it."):
-            encoded = load_definition(self.definition).encode_batch_fast(texts, add_special_tokens=False)
+            encoded = load_definition(self.definition).encode_batch_fast(
+                texts, add_special_tokens=False
+            )
             return [np.array(encoding.ids, np.uint32) for encoding in encoded]
 
     def _by_tiktoken(self, text: str) -> np.ndarray:
-        # Its regex overflows on about 100,000 spaces or line breaks in a row, which `tokenizers` can split.
+        # Its regex overflows on about 100,000 spaces or line breaks in a row, which `tokenizers`
+        # can split.
         with contextlib.suppress(ValueError), refused("tiktoken"):
             # Like encode_ordinary (no special tokens), but without making a list.
             return self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
         return self._by_definition([text])[0]
 
     def find_loss(self) -> tuple[str, str] | None:
-        """Finds text that tokens do not keep, such as case, line breaks or characters without a token.
+        """Finds text that tokens do not keep, such as case, line breaks or characters without a
+        token.
 
         Returns the first such part of PROBES, and what its tokens decode to; None if all are kept.
         """
@@ -157,15 +173,23 @@ class Tokenizer:
         return None
 
     def ids(self, text: str) -> list[int]:
-        """Encodes a text, without the end token. Raises ValueError if the tokenizer is unknown and there is text."""
+        """Encodes a text, without the end token.
+
+        Raises ValueError if the tokenizer is unknown and there is text.
+        """
         if not text:
             return []
         if self.definition is None:
-            raise ValueError(f"cannot encode {text!r}, because the data names no tokenizer. {REMEDY}")
+            raise ValueError(
+                f"cannot encode {text!r}, because the data names no tokenizer. {REMEDY}"
+            )
         return replace(self, end_token=None).encode([text]).ids.tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes ids to text. Drops unknown ids; special tokens become their names, except that bytes drop them."""
+        """Decodes ids to text.
+
+        Drops unknown ids; special tokens become their names, except that bytes drop them.
+        """
         if self.definition is None:
             return " ".join(map(str, ids))
         return load_definition(self.definition).decode(list(ids), skip_special_tokens=self.is_bytes)
@@ -180,15 +204,20 @@ class Tokenizer:
 
 @functools.lru_cache(maxsize=1)
 def fast_encoder(tokenizer: Tokenizer) -> Agreement | None:
-    """Loads gigatoken; None if it is not installed, or gives other ids for PROBES or for added tokens in text."""
-    if tokenizer.vocab_size > 2**24:  # gigatoken ends the process if the largest id does not fit its table
+    """Loads gigatoken; None if it is not installed, or gives other ids for PROBES or for added
+    tokens in text.
+    """
+    if tokenizer.vocab_size > 2**24:
+        # gigatoken ends the process if the largest id does not fit its table
         return None
     with contextlib.suppress(ImportError, ValueError), refused("gigatoken"):
-        return Agreement(tokenizer.definition or "", lambda text: tokenizer._by_definition([text])[0])
+        return Agreement(
+            tokenizer.definition or "", lambda text: tokenizer._by_definition([text])[0]
+        )
     return None
 
 
-# ---- by name ------------------------------------------------------------------------------------------------------
+# ---- by name -------------------------------------------------------------------------------------
 
 
 def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = None) -> Tokenizer:
@@ -204,7 +233,10 @@ def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = N
     """
     check_choice("tokenizer.kind", kind, KINDS)
     if (kind == "bytes") != (name is None):
-        raise ValueError(f"tokenizer.name is {name!r} with tokenizer.kind {kind}: give a name for all kinds but bytes.")
+        raise ValueError(
+            f"tokenizer.name is {name!r} with tokenizer.kind {kind}: give a name for all kinds but "
+            "bytes."
+        )
     if name is None:
         return Tokenizer(definitions.byte_definition(), end_token)
     if kind == "huggingface":
@@ -212,7 +244,10 @@ def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = N
     import tiktoken
 
     check_choice("tokenizer.name", name, tiktoken.list_encoding_names())
-    remedy = "Check the connection, or set TIKTOKEN_CACHE_DIR to a directory that has the file from elsewhere."
+    remedy = (
+        "Check the connection, or set TIKTOKEN_CACHE_DIR to a directory that has the file "
+        "from elsewhere."
+    )
     with refused(f"tiktoken cannot load the encoding {name!r}", remedy):
         encoding = tiktoken.get_encoding(name)
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
@@ -221,7 +256,7 @@ def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = N
     return Tokenizer(definitions.from_ranks(ranks, encoding._pat_str, special), end_token, encoding)
 
 
-# ---- of data ------------------------------------------------------------------------------------------------------
+# ---- of data -------------------------------------------------------------------------------------
 
 
 def tokenizer_of_run(data: Any, named: str | None = None, imported: str | None = None) -> Tokenizer:
@@ -229,22 +264,29 @@ def tokenizer_of_run(data: Any, named: str | None = None, imported: str | None =
 
     Args:
         data: the run's DataConfig.
-        named: `bytes`; `tiktoken:<encoding>`; a flat-tokens dataset; or a Hugging Face tokenizer: a name on the hub, a
-            tokenizer.json, or a directory. None: the data's.
-        imported: the tokenizer.json that an import wrote, for data that names no tokenizer; None if there is none.
+        named: `bytes`; `tiktoken:<encoding>`; a flat-tokens dataset; or a Hugging Face tokenizer: a
+            name on the hub, a tokenizer.json, or a directory. None: the data's.
+        imported: the tokenizer.json that an import wrote, for data that names no tokenizer; None if
+            there is none.
 
     Raises:
-        ValueError: the tokenizer or the dataset is missing, the datasets of a mixture have different ones, or there is
-            neither a dataset nor an imported tokenizer.
+        ValueError: the tokenizer or the dataset is missing, the datasets of a mixture have
+            different ones, or there is neither a dataset nor an imported tokenizer.
     """
     if named is not None:
         kind, _, rest = named.partition(":")
         if kind in ("bytes", "tiktoken"):
             return open_tokenizer(kind, rest or None)
         is_dataset = "://" in named or os.path.isdir(f"{named}/train")
-        return tokenizer_of_dataset(Reader(named, "train")) if is_dataset else open_tokenizer("huggingface", named)
+        return (
+            tokenizer_of_dataset(Reader(named, "train"))
+            if is_dataset
+            else open_tokenizer("huggingface", named)
+        )
     if data.stream is not None:
-        return open_tokenizer(data.stream.tokenizer_kind, data.stream.tokenizer, data.stream.end_token)
+        return open_tokenizer(
+            data.stream.tokenizer_kind, data.stream.tokenizer, data.stream.end_token
+        )
     filespecs = [source.filespec for source in data.mixture.values()] or [data.filespec]
     if filespecs[0] is None:
         if imported is not None:
@@ -253,12 +295,16 @@ def tokenizer_of_run(data: Any, named: str | None = None, imported: str | None =
     try:
         found = {tokenizer_of_dataset(Reader(filespec, "train")) for filespec in filespecs}
     except (ValueError, FileNotFoundError) as e:
-        raise ValueError(f"cannot read the tokenizer of the dataset {', '.join(filespecs)}: {e} {REMEDY}") from e
+        raise ValueError(
+            f"cannot read the tokenizer of the dataset {', '.join(filespecs)}: {e} {REMEDY}"
+        ) from e
     if len(found) > 1:
         raise ValueError(f"the datasets {', '.join(filespecs)} have different tokenizers. {REMEDY}")
     of_data = found.pop()
     is_unknown = of_data.definition is None
-    return open_tokenizer("huggingface", imported) if is_unknown and imported is not None else of_data
+    return (
+        open_tokenizer("huggingface", imported) if is_unknown and imported is not None else of_data
+    )
 
 
 def tokenizer_of_dataset(reader: Reader) -> Tokenizer:
@@ -270,7 +316,9 @@ def tokenizer_of_dataset(reader: Reader) -> Tokenizer:
     """
     kinds = {"tokenizer?": {"kind": str, "name?": str | None, "end_token?": str | None}}
     given = {name: value for name, value in reader.attributes.items() if value}
-    check_types(f"the attributes of {reader.filespec}", given, kinds, "Write or copy the dataset again.")
+    check_types(
+        f"the attributes of {reader.filespec}", given, kinds, "Write or copy the dataset again."
+    )
     if (about := given.get("tokenizer")) is None:
         return Tokenizer()
     definition = definitions.byte_definition()
@@ -282,7 +330,7 @@ def tokenizer_of_dataset(reader: Reader) -> Tokenizer:
     return Tokenizer(definition, about.get("end_token"))
 
 
-# ---- bytes of tokens ----------------------------------------------------------------------------------------------
+# ---- bytes of tokens -----------------------------------------------------------------------------
 
 _BYTES = {f"<0x{byte:02X}>": 1 for byte in range(256)}
 """Its tokens of single bytes."""
@@ -303,11 +351,14 @@ class ByteLengths:
 
 
 def byte_lengths_of_datasets(*readers: Reader) -> ByteLengths | None:
-    """Computes the ByteLengths of flat-tokens datasets; None if they are unknown or the tokenizers differ."""
+    """Computes the ByteLengths of flat-tokens datasets; None if they are unknown or the tokenizers
+    differ.
+    """
     try:
         known = {tokenizer_of_dataset(reader) for reader in readers}
         found = byte_lengths(known.pop()) if len(known) == 1 else None
-    # The tokenizer.json or the package `tokenizers` is missing, which must not end a run for a reported number.
+    # The tokenizer.json or the package `tokenizers` is missing, which must not end a run for a
+    # reported number.
     except (FileNotFoundError, ImportError, ValueError):
         return None
     largest = max(reader.max_token_id for reader in readers)
@@ -318,14 +369,16 @@ def byte_lengths(known: Tokenizer) -> ByteLengths | None:
     """Computes the ByteLengths of a tokenizer.
 
     Returns:
-        None if the tokenizer is unknown, or if its tokens do not reproduce the bytes of PROBES, as those of byte-level
-        tokenizers and SentencePiece do.
+        None if the tokenizer is unknown, or if its tokens do not reproduce the bytes of PROBES, as
+        those of byte-level tokenizers and SentencePiece do.
     """
     if known.definition is None:
         return None
     tokenizer = load_definition(known.definition)
     vocab = tokenizer.get_vocab(with_added_tokens=True)
-    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    added = {
+        token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()
+    }
     letters = set(BYTE_LETTERS.values())
 
     def count_letters(piece: str) -> int:
@@ -341,7 +394,10 @@ def byte_lengths(known: Tokenizer) -> ByteLengths | None:
         of_token = np.zeros(max(vocab.values()) + 1, np.int64)
         for piece, i in vocab.items():
             of_token[i] = len(piece.encode()) if piece in added else size(piece)
-        more = {int(of_token[ids].sum()) - len(text.encode()) for text, ids in zip(PROBES, encoded, strict=True)}
+        more = {
+            int(of_token[ids].sum()) - len(text.encode())
+            for text, ids in zip(PROBES, encoded, strict=True)
+        }
         if more in ({0}, {1}):
             no_text = [piece for piece, special in added.items() if special] + [known.end_token]
             of_token[[vocab[piece] for piece in no_text if piece in vocab]] = 0

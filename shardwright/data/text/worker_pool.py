@@ -43,7 +43,8 @@ def map_in_order(
             ahead.extend(itertools.islice(submitted, 1))
     except BrokenProcessPool as e:
         raise ValueError(
-            f"One of {num_workers} processes was killed, maybe because memory ran out: try fewer num_workers."
+            f"One of {num_workers} processes was killed, maybe because memory ran out: try fewer "
+            "num_workers."
         ) from e
     finally:
         # The caller may not have taken all results.
@@ -62,7 +63,9 @@ def _begin(function: Callable[[Any], Any]) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Ends this process when its parent ends: if the parent is killed, it would wait for work forever."""
+    """Ends this process when its parent ends: if the parent is killed, it would wait for work
+    forever.
+    """
     if parent := multiprocessing.parent_process():
         parent.join()
     os._exit(1)

@@ -22,11 +22,16 @@ def read_step(path: Path) -> CompiledStep:
 
     Raises ValueError if it is not an HLO text, and OSError if it cannot be read.
     """
-    return describe(parse(read_file(path, _MOST_BYTES).decode(errors="replace")), newest=path.stat().st_mtime)
+    return describe(
+        parse(read_file(path, _MOST_BYTES).decode(errors="replace")), newest=path.stat().st_mtime
+    )
 
 
 def show(path: Path) -> Path:
-    """Writes `<name>.json` and `<name>.svg` next to the HLO text `<name>.txt`. Returns the picture's path."""
+    """Writes `<name>.json` and `<name>.svg` next to the HLO text `<name>.txt`.
+
+    Returns the picture's path.
+    """
     table = read_step(path)
     write_json(path.with_suffix(".json"), table.as_data())
     write_whole(path.with_suffix(".svg"), draw(table))

@@ -1,6 +1,9 @@
-"""Parses the text of an optimized HLO program, as `jax.stages.Compiled.as_text` prints it. Does not import JAX.
+"""Parses the text of an optimized HLO program, as `jax.stages.Compiled.as_text` prints it.
 
-An operation has the id of a stack frame. Tables before the first computation hold the source line of each frame.
+Does not import JAX.
+
+An operation has the id of a stack frame. Tables before the first computation hold the source line
+of each frame.
 """
 
 import collections
@@ -22,7 +25,9 @@ class Shape(NamedTuple):
     def bytes(self) -> int:
         """Bytes of its entries. Zero for types without entries, such as a token."""
         bits = re.search(r"\d+", self.dtype)
-        return math.ceil(math.prod(self.dims) * (int(bits[0]) if bits else 8 * (self.dtype == "pred")) / 8)
+        return math.ceil(
+            math.prod(self.dims) * (int(bits[0]) if bits else 8 * (self.dtype == "pred")) / 8
+        )
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -47,7 +52,8 @@ class Instruction:
         operands: names of the instructions that it reads, in order.
         attributes: text after the operands.
         is_root: True if its result is the computation's.
-        op_name: JAX's name of the operation, such as "jit(f)/transpose(jvp())/while/body/mul"; empty without one.
+        op_name: JAX's name of the operation, such as "jit(f)/transpose(jvp())/while/body/mul";
+            empty without one.
         frames: the calls in the source that led to it, innermost first.
     """
 
@@ -66,9 +72,12 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that run as part of it, such as the body of a fusion or a loop."""
+        """Names of the computations that run as part of it, such as the body of a fusion or a
+        loop.
+        """
         found = re.findall(
-            r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)", self.attributes
+            r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)",
+            self.attributes,
         )
         branches = re.search(r"\bbranch_computations=\{([^}]*)\}", self.attributes)
         return (*found, *(re.findall(r"[\w.\-]+", branches[1]) if branches else ()))
@@ -81,7 +90,10 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """A function of the program. `instructions` are in the order of the text, which is the schedule's order."""
+    """A function of the program.
+
+    `instructions` are in the order of the text, which is the schedule's order.
+    """
 
     name: str
     instructions: dict[str, Instruction]
@@ -89,7 +101,9 @@ class Computation:
     @functools.cached_property
     def root(self) -> Instruction:
         """The instruction whose result is the computation's."""
-        return next((i for i in self.instructions.values() if i.is_root), [*self.instructions.values()][-1])
+        return next(
+            (i for i in self.instructions.values() if i.is_root), [*self.instructions.values()][-1]
+        )
 
     @functools.cached_property
     def readers(self) -> dict[str, list[Instruction]]:
@@ -108,7 +122,8 @@ class Program:
     Attributes:
         name: such as "jit_training_step".
         devices: number of devices of one instance of the program.
-        mesh: number of devices along each axis, which `with_mesh` wrote before the text. Empty without it.
+        mesh: number of devices along each axis, which `with_mesh` wrote before the text. Empty
+            without it.
         computations: by name.
         entry: the computation that runs.
     """
@@ -120,9 +135,11 @@ class Program:
     entry: Computation
 
     def turns(self, loop: Instruction) -> int | None:
-        """Number of turns of a loop; None if neither the compiler nor the loop's condition tells it.
+        """Number of turns of a loop; None if neither the compiler nor the loop's condition tells
+        it.
 
-        Compilers for TPUs do not. A JAX loop with a known number of turns counts from 0 while it is below that number.
+        Compilers for TPUs do not. A JAX loop with a known number of turns counts from 0 while it is
+        below that number.
         """
         if count := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
             return int(count[1])
@@ -141,22 +158,33 @@ def parse(text: str) -> Program:
     if heading is None:
         raise ValueError('this is not the text of an HLO program: no line begins with "HloModule".')
     comment = re.match(r"// mesh ((?:\w+=\d+ ?)*)\n", text)
-    mesh = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", comment[1])} if comment else {}
-    text = re.sub(r'\n(?="|\}[^\n,])', " ", text)  # kernels of TPUs have line breaks in their attributes
+    mesh = (
+        {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", comment[1])}
+        if comment
+        else {}
+    )
+    # kernels of TPUs have line breaks in their attributes
+    text = re.sub(r'\n(?="|\}[^\n,])', " ", text)
     stacks = _stacks(text)
     computations = {}
     entry = None
     for is_entry, name, body in _COMPUTATION.findall(text):
         parsed = [_instruction(found, stacks) for found in _INSTRUCTION.finditer(body)]
-        computations[name] = Computation(name, {instruction.name: instruction for instruction in parsed})
+        computations[name] = Computation(
+            name, {instruction.name: instruction for instruction in parsed}
+        )
         entry = computations[name] if is_entry else entry
     if entry is None:
         raise ValueError("the text of the HLO program has no ENTRY computation, or is cut off.")
     return Program(heading[1], int(heading[2] or 1), mesh, computations, entry)
 
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\([^\n]*)?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$", re.MULTILINE)
+_COMPUTATION = re.compile(
+    r"^(ENTRY )?%?([\w.\-]+) (?:\([^\n]*)?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL
+)
+_INSTRUCTION = re.compile(
+    r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$", re.MULTILINE
+)
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 
 
@@ -194,11 +222,19 @@ def _read_rows(table: str) -> dict[str, dict[str, str]]:
 
 def _stacks(text: str) -> dict[str, tuple[Frame, ...]]:
     """The frame of each id and those around it, innermost first."""
-    tables = {title: table for title, _, table in (part.partition("\n") for part in text.split("\n\n", 5))}
-    files, functions = (_read_names(tables.get(title, "")) for title in ("FileNames", "FunctionNames"))
-    locations, frames = (_read_rows(tables.get(title, "")) for title in ("FileLocations", "StackFrames"))
+    tables = {
+        title: table for title, _, table in (part.partition("\n") for part in text.split("\n\n", 5))
+    }
+    files, functions = (
+        _read_names(tables.get(title, "")) for title in ("FileNames", "FunctionNames")
+    )
+    locations, frames = (
+        _read_rows(tables.get(title, "")) for title in ("FileLocations", "StackFrames")
+    )
     places = {
-        number: Frame(files[x["file_name_id"]], int(x["line"] or 0), functions.get(x["function_name_id"], ""))
+        number: Frame(
+            files[x["file_name_id"]], int(x["line"] or 0), functions.get(x["function_name_id"], "")
+        )
         for number, x in locations.items()
         if x["file_name_id"] in files
     }

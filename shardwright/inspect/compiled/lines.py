@@ -7,7 +7,16 @@ from shardlib.places import HELPERS, is_installed, shown_path
 from shardwright.inspect.compiled.hlo import Computation, Frame, Instruction, Program
 
 _LIBRARY = "shardlib"
-_NEVER = ("parameter", "constant", "while", "conditional", "tuple", "get-tuple-element", "iota", "partition-id")
+_NEVER = (
+    "parameter",
+    "constant",
+    "while",
+    "conditional",
+    "tuple",
+    "get-tuple-element",
+    "iota",
+    "partition-id",
+)
 """Opcodes whose line tells nothing about their neighbors."""
 _MADE_OF_OTHERS = ("fusion", "async-start", "call", "all-reduce", "reduce-scatter")
 """Prefixes of opcodes of instructions that call others."""
@@ -16,7 +25,8 @@ _MADE_OF_OTHERS = ("fusion", "async-start", "call", "all-reduce", "reduce-scatte
 def phase_of(op_name: str) -> str:
     """The part of automatic differentiation that an operation belongs to.
 
-    "forward", "backward", "again" for what the backward pass recomputes of the forward pass, or "" for others.
+    "forward", "backward", "again" for what the backward pass recomputes of the forward pass, or ""
+    for others.
     """
     if "rematted_computation" in op_name:
         return "again"
@@ -26,10 +36,12 @@ def phase_of(op_name: str) -> str:
 
 
 class Site(NamedTuple):
-    """Where an operation comes from: its line, its phase as `phase_of` returns it, and the task of a pipeline stage.
+    """Where an operation comes from: its line, its phase as `phase_of` returns it, and the task of
+    a pipeline stage.
 
-    The line is `path/file.py:158`, of a file that users edit, with its path in the checkout; "" if unknown. A "~"
-    before it means that the compiler dropped the line, so this is the line of a neighbor.
+    The line is `path/file.py:158`, of a file that users edit, with its path in the checkout; "" if
+    unknown. A "~" before it means that the compiler dropped the line, so this is the line of a
+    neighbor.
     """
 
     line: str = ""
@@ -50,7 +62,9 @@ class Places:
         for computation in program.computations.values():
             for instruction in computation.instructions.values():
                 files |= dict.fromkeys(frame.file for frame in instruction.frames)
-        libraries = [PurePath(file).parent.parent for file in files if PurePath(file).parent.name == _LIBRARY]
+        libraries = [
+            PurePath(file).parent.parent for file in files if PurePath(file).parent.name == _LIBRARY
+        ]
         checkout = f"{libraries[0]}/" if libraries else ""
         self._users: dict[str, str] = {}  # files that users edit, and their paths as shown
         for file in files:
@@ -60,8 +74,12 @@ class Places:
         self.files = {path: file for file, path in self._users.items()}
 
     def of_frames(self, frames: tuple[Frame, ...]) -> str:
-        """The innermost line of a user's file, as defined by shardlib.places; "" if there is none."""
-        return next((f"{self._users[x.file]}:{x.line}" for x in frames if x.file in self._users), "")
+        """The innermost line of a user's file, as defined by shardlib.places; "" if there is
+        none.
+        """
+        return next(
+            (f"{self._users[x.file]}:{x.line}" for x in frames if x.file in self._users), ""
+        )
 
     def of_instruction(self, instruction: Instruction) -> Site:
         """Where the instruction itself says that it comes from."""
@@ -71,8 +89,9 @@ class Places:
     def locate(self, computation: Computation, instruction: Instruction) -> Site:
         """Where an instruction comes from; for a fusion, where its main operation comes from.
 
-        XLA drops the name of some operations that it rewrites, such as batched matmuls on CPUs, and gives them the line
-        of the whole loop. The line is then that of an operation that reads the result, or of one that made an operand.
+        XLA drops the name of some operations that it rewrites, such as batched matmuls on CPUs, and
+        gives them the line of the whole loop. The line is then that of an operation that reads the
+        result, or of one that made an operand.
         """
         if instruction.opcode in ("while", "conditional"):
             return self.of_instruction(instruction)
@@ -80,7 +99,11 @@ class Places:
             return found
         sources = (computation.instructions.get(name) for name in instruction.operands)
         for neighbour in [*computation.readers.get(instruction.name, ()), *sources]:
-            if neighbour and neighbour.opcode not in _NEVER and (found := self._locate_own(neighbour)):
+            if (
+                neighbour
+                and neighbour.opcode not in _NEVER
+                and (found := self._locate_own(neighbour))
+            ):
                 return Site(f"~{found.line}", found.phase)
         return Site()
 
@@ -95,7 +118,9 @@ class Places:
         return None
 
     def _inside(self, instruction: Instruction) -> list[Instruction]:
-        """What an instruction consists of; for a collective, its sum, whose name XLA keeps if it drops the other."""
+        """What an instruction consists of; for a collective, its sum, whose name XLA keeps if it
+        drops the other.
+        """
         if not instruction.opcode.startswith(_MADE_OF_OTHERS):
             return []
         found = []

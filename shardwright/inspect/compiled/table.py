@@ -56,9 +56,11 @@ class CompiledStep:
         mesh: number of devices along each axis; empty if it is not known.
         sections: the program, and the loops and branches in it.
         rows: in program order.
-        source: text of each line, by its name in rows without "~". Lines whose text is unknown are missing.
-        line_of: source line of each HLO operation, by its name; None for a loop, branch or call, whose operations have
-            their own. Empty, like the next field, if the table was read from a file.
+        source: text of each line, by its name in rows without "~". Lines whose text is unknown are
+            missing.
+        line_of: source line of each HLO operation, by its name; None for a loop, branch or call,
+            whose operations have their own. Empty, like the next field, if the table was read from
+            a file.
         communicating: names of the HLO operations that communicate.
     """
 
@@ -89,7 +91,10 @@ class CompiledStep:
         """The part of the table that files store."""
         fields = ("name", "devices", "mesh", "source")
         sections = [dataclasses.asdict(section) for section in self.sections]
-        rows = [{name: getattr(row, name) for name in _ROW} | {"axes": " ".join(row.axes)} for row in self.rows]
+        rows = [
+            {name: getattr(row, name) for name in _ROW} | {"axes": " ".join(row.axes)}
+            for row in self.rows
+        ]
         return {name: getattr(self, name) for name in fields} | {"sections": sections, "rows": rows}
 
 

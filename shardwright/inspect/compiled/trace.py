@@ -1,12 +1,18 @@
-"""Reads traces of jax.profiler: the time between steps, and the time by source line. A run starts it as a program.
+"""Reads traces of jax.profiler: the time between steps, and the time by source line.
+
+A run starts it as a program.
 
 Where a trace (xplane.pb) records what the devices executed:
 
-    /device:TPU:0 …   the line "XLA Modules" has one event for each execution, named jit_training_step(<number>), and
+    /device:TPU:0 …   the line "XLA Modules" has one event for each execution, named
+    jit_training_step(<number>), and
                       the line "XLA Ops" one for each operation, named by its whole instruction
-    /device:GPU:0 …   the same lines where there are any; else lines "Stream #7(…)", one event for each kernel or copy.
-                      Kernels have the stats hlo_module and hlo_op, but not the execution that they belong to
-    /host:CPU         for CPU devices: on any thread one event for each operation, with the stats hlo_module, hlo_op,
+    /device:GPU:0 …   the same lines where there are any; else lines "Stream #7(…)", one event for
+    each kernel or copy.
+                      Kernels have the stats hlo_module and hlo_op, but not the execution that they
+                      belong to
+    /host:CPU         for CPU devices: on any thread one event for each operation, with the stats
+    hlo_module, hlo_op,
                       run_id and device_ordinal
 """
 
@@ -33,7 +39,8 @@ LINES = "profile_by_line.json"
 PERFETTO = "perfetto_trace.json.gz"
 """Name of the file next to the trace that ui.perfetto.dev opens."""
 GRAPHS = "in CUDA graphs"
-"""The line of kernels in CUDA graphs: XLA names them by the graph, a command buffer, instead of their operation."""
+"""The line of kernels in CUDA graphs: XLA names them by the graph, a command buffer, instead of
+their operation."""
 FOR_LINES = "++hardware.compiler_options.xla_gpu_enable_command_buffer="
 """Setting that keeps XLA from putting most kernels into CUDA graphs."""
 
@@ -46,8 +53,8 @@ class Device:
     """What one device executed of a program.
 
     Attributes:
-        executions: from the start of the first operation to the end of the last. Empty if the trace does not show where
-            they begin.
+        executions: from the start of the first operation to the end of the last. Empty if the trace
+            does not show where they begin.
         operations: each with the name of its HLO instruction, including loops.
     """
 
@@ -59,9 +66,11 @@ def devices_of(profile: Any, module: str, steps: int) -> dict[str, Device]:
     """The devices that executed a program, by name.
 
     Args:
-        profile: a jax.profiler.ProfileData. Its planes, lines and events are valid only as long as it lives.
+        profile: a jax.profiler.ProfileData. Its planes, lines and events are valid only as long as
+            it lives.
         module: name of the program, such as jit_training_step.
-        steps: number of complete executions in the trace. Part of another one may follow, which is left out.
+        steps: number of complete executions in the trace. Part of another one may follow, which is
+            left out.
     """
     found: dict[str, Device] = {}
     for plane in profile.planes:
@@ -73,7 +82,9 @@ def devices_of(profile: Any, module: str, steps: int) -> dict[str, Device]:
             if "XLA Modules" in named:
                 device = _of_modules(named["XLA Modules"], named.get("XLA Ops", ()), module)
             else:
-                device = _of_streams([x for name, x in lines if name.startswith("Stream #")], module, steps)
+                device = _of_streams(
+                    [x for name, x in lines if name.startswith("Stream #")], module, steps
+                )
             if device.executions or device.operations:
                 found[plane.name] = device
     for device in found.values():
@@ -96,8 +107,13 @@ def _of_threads(events: Iterable[Any], module: str) -> dict[str, Device]:
     runs: dict[tuple[str, int], list[tuple[Span, str]]] = collections.defaultdict(list)
     for event in (event for event in events if not event.name.startswith("$")):  # $: of Python
         stats = dict(event.stats)
-        if stats.get("hlo_module") == module and {"hlo_op", "run_id", "device_ordinal"} <= stats.keys():
-            runs[f"CPU:{stats['device_ordinal']}", stats["run_id"]].append((_span(event), stats["hlo_op"]))
+        if (
+            stats.get("hlo_module") == module
+            and {"hlo_op", "run_id", "device_ordinal"} <= stats.keys()
+        ):
+            runs[f"CPU:{stats['device_ordinal']}", stats["run_id"]].append(
+                (_span(event), stats["hlo_op"])
+            )
     found: dict[str, Device] = collections.defaultdict(Device)
     for (device, _), operations in runs.items():
         found[device].executions.append(_whole(span for span, _ in operations))
@@ -117,8 +133,8 @@ def _of_modules(modules: Iterable[Any], operations: Iterable[Any], module: str) 
 def _of_streams(streams: list[Any], module: str, steps: int) -> Device:
     """Finds the program's kernels, and its executions.
 
-    A program launches the same kernels in the same order each time, so on its busiest stream the names repeat once per
-    execution.
+    A program launches the same kernels in the same order each time, so on its busiest stream the
+    names repeat once per execution.
     """
     device = Device()
     launched: list[list[tuple[Span, str]]] = []
@@ -128,8 +144,11 @@ def _of_streams(streams: list[Any], module: str, steps: int) -> Device:
             stats = dict(event.stats)
             if stats.get("hlo_module") == module and "hlo_op" in stats:
                 device.operations.append((_span(event), stats["hlo_op"]))
-            # Kernels of a CUDA graph may not name their module. Copies that do not are of data and checkpoints.
-            if stats.get("hlo_module") == module or ("hlo_module" not in stats and not event.name.startswith("Mem")):
+            # Kernels of a CUDA graph may not name their module. Copies that do not are of data and
+            # checkpoints.
+            if stats.get("hlo_module") == module or (
+                "hlo_module" not in stats and not event.name.startswith("Mem")
+            ):
                 kernels.append((_span(event), event.name))
         launched.append(sorted(kernels))
     busiest = max(launched, key=len, default=[])
@@ -148,7 +167,8 @@ def step_bubble(devices: Mapping[str, Device], steps: int) -> dict[str, Any]:
     """Measures the share of the time in which devices execute nothing between two steps.
 
     Returns:
-        step_bubble   share of the time from the start of the first step to the start of the last that is between the
+        step_bubble   share of the time from the start of the first step to the start of the last
+        that is between the
                       end of a step and the start of the next; mean over devices
         gap_seconds   from the end of a step to the start of the next, mean over steps and devices
         step_seconds  from the start of a step to the start of the next, mean over steps and devices
@@ -156,7 +176,8 @@ def step_bubble(devices: Mapping[str, Device], steps: int) -> dict[str, Any]:
         devices       number of devices
 
     Raises:
-        ValueError: the trace does not show the steps. The message is the reason, to follow "because".
+        ValueError: the trace does not show the steps. The message is the reason, to follow
+            "because".
     """
     if steps < 2:
         raise ValueError("a run of one step has nothing between steps")
@@ -186,16 +207,18 @@ def _line_of(name: str, table: CompiledStep) -> str | None:
 def line_times(devices: Mapping[str, Device], table: CompiledStep) -> dict[str, Any]:
     """Measures the time that devices spend on the operations of each source line.
 
-    A loop only has the time of the operations inside it. A collective's time includes waiting for other devices.
+    A loop only has the time of the operations inside it. A collective's time includes waiting for
+    other devices.
 
     Returns:
         devices      number of devices
         seconds      sum over the devices of the time of all operations
         collective   the share of it that is of collectives
         exposed      the share of it that is of collectives while the device computes nothing
-        lines        for each source line, the longest first: line, text, seconds, share, collective and exposed, of
-                     which the last three are shares of all time. The line "without a line" has the rest, and GRAPHS the
-                     kernels of CUDA graphs.
+        lines        for each source line, the longest first: line, text, seconds, share, collective
+        and exposed, of
+                     which the last three are shares of all time. The line "without a line" has the
+                     rest, and GRAPHS the kernels of CUDA graphs.
 
     Raises:
         ValueError: the trace has no operation of the program.
@@ -204,14 +227,20 @@ def line_times(devices: Mapping[str, Device], table: CompiledStep) -> dict[str, 
     count = 0
     for device in devices.values():
         lines = [(span, name, _line_of(name, table)) for span, name in device.operations]
-        work = [(span, name in table.communicating, line) for span, name, line in lines if line is not None]
+        work = [
+            (span, name in table.communicating, line)
+            for span, name, line in lines
+            if line is not None
+        ]
         if not work:
             continue
         computed = _busy([span for span, communicates, _ in work if not communicates])
         start, end = np.array([span for span, _, _ in work]).T
         exposed = end - start - (computed(end) - computed(start))
         communicates = np.array([communicates for _, communicates, _ in work])
-        times = np.stack([end - start, (end - start) * communicates, exposed * communicates], axis=1)
+        times = np.stack(
+            [end - start, (end - start) * communicates, exposed * communicates], axis=1
+        )
         for (_, _, line), time in zip(work, times, strict=True):
             spent[line] += time
         count += 1
@@ -221,10 +250,18 @@ def line_times(devices: Mapping[str, Device], table: CompiledStep) -> dict[str, 
     rows = [
         {"line": line, "text": table.text_of(line), "seconds": own / 1e9, "share": own / total}
         | {"collective": communicating / total, "exposed": exposed / total}
-        for line, (own, communicating, exposed) in sorted(spent.items(), key=lambda item: -item[1][0])
+        for line, (own, communicating, exposed) in sorted(
+            spent.items(), key=lambda item: -item[1][0]
+        )
     ]
     collective, exposed = (share / total for share in shares)
-    return {"devices": count, "seconds": total / 1e9, "collective": collective, "exposed": exposed, "lines": rows}
+    return {
+        "devices": count,
+        "seconds": total / 1e9,
+        "collective": collective,
+        "exposed": exposed,
+        "lines": rows,
+    }
 
 
 def _busy(spans: list[Span]) -> Callable[[np.ndarray], np.ndarray]:
@@ -242,19 +279,26 @@ def _busy(spans: list[Span]) -> Callable[[np.ndarray], np.ndarray]:
 def top_lines(found: dict[str, Any]) -> str:
     """The ten slowest lines from the result of line_times, for a terminal of 80 columns."""
     text = ["slowest    source lines, by their share of the time that devices work"]
-    text.append(f"           waits: for data of other devices; {100 * found['exposed']:.1f}% of all that time")
+    text.append(
+        f"           waits: for data of other devices; {100 * found['exposed']:.1f}% of all that "
+        "time"
+    )
     rows = [("  time", "waits", "line", "")]
     for row in found["lines"][:10]:
         exposed = f"{100 * row['exposed']:.1f}%" if row["collective"] else ""
         rows.append((f"{100 * row['share']:5.1f}%", exposed, row["line"], row["text"]))
     text += map(fit, align(rows, {0, 1}))
     if any(row["line"] == GRAPHS for row in found["lines"][:10]):
-        text += ["           Their source lines, with slower small kernels:", f"           {FOR_LINES}"]
+        text += [
+            "           Their source lines, with slower small kernels:",
+            f"           {FOR_LINES}",
+        ]
     return "\n".join(text)
 
 
 def read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[str, Any]:
-    """The time between steps as "bubble" and the time by source line as "lines"; for each, {"because": …} if unknown.
+    """The time between steps as "bubble" and the time by source line as "lines"; for each,
+    {"because": …} if unknown.
 
     Args:
         trace: the xplane.pb. The file LINES is written next to it.
@@ -281,11 +325,16 @@ def read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[s
 
 
 def main(directory: str, module: str, steps: str, hlo: str = "") -> None:
-    """Writes the files, and prints what was found as JSON. `directory` is the one that jax.profiler wrote."""
+    """Writes the files, and prints what was found as JSON.
+
+    `directory` is the one that jax.profiler wrote.
+    """
     for trace in Path(directory).glob("*.trace.json.gz"):
         with gzip.open(trace) as file:
-            content = re.sub(rb'"metadata":{[^{}]*},', b"", file.read(), count=1)  # Perfetto does not accept it
-        unfinished = trace.with_name(f"{PERFETTO}.tmp")  # this process may be ended for taking too long
+            # Perfetto does not accept it
+            content = re.sub(rb'"metadata":{[^{}]*},', b"", file.read(), count=1)
+        # this process may be ended for taking too long
+        unfinished = trace.with_name(f"{PERFETTO}.tmp")
         unfinished.write_bytes(gzip.compress(content, compresslevel=5))
         unfinished.replace(trace.with_name(PERFETTO))
     profiles = [*Path(directory).glob("*.xplane.pb")]

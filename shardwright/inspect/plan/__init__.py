@@ -1,1 +1,3 @@
-"""Predicts what a training step will cost, from its traced program: time, memory, communication, by source line."""
+"""Predicts what a training step will cost, from its traced program: time, memory, communication, by
+source line.
+"""

@@ -1,4 +1,6 @@
-"""Turns a traced program into a graph of what one device computes: calls inlined, aliases followed, with lines."""
+"""Turns a traced program into a graph of what one device computes: calls inlined, aliases followed,
+with lines.
+"""
 
 import dataclasses
 import math
@@ -12,7 +14,17 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib import equations
-from shardlib.equations import IDENTITIES, Atom, Eqn, axes_of, body_of, called, is_variable, kinds, words
+from shardlib.equations import (
+    IDENTITIES,
+    Atom,
+    Eqn,
+    axes_of,
+    body_of,
+    called,
+    is_variable,
+    kinds,
+    words,
+)
 from shardlib.interpret import Domain, Operation, interpret
 from shardlib.places import place
 from shardwright.inspect.compiled.lines import Site, phase_of
@@ -20,7 +32,8 @@ from shardwright.jax_extra import SAVED
 from shardwright.modeling.planned_attention import KERNEL
 
 ALIASES = IDENTITIES | kinds("unreduced") | words("reshape squeeze transpose copy reduce_precision")
-"""Primitives whose result shares the operand's memory: XLA chooses layouts so that a transpose moves nothing."""
+"""Primitives whose result shares the operand's memory: XLA chooses layouts so that a transpose
+moves nothing."""
 COLLECTIVES = {
     "all_gather": kinds("gather"),
     "psum_scatter": kinds("scatter"),
@@ -123,7 +136,10 @@ class Graph(NamedTuple):
 
 
 def graph_of(
-    jaxpr: object, sizes: Mapping[str, int], ins: Sequence[Value] | None = None, caller: Operation | None = None
+    jaxpr: object,
+    sizes: Mapping[str, int],
+    ins: Sequence[Value] | None = None,
+    caller: Operation | None = None,
 ) -> Graph:
     """Builds the graph of a jaxpr, closed or open.
 
@@ -138,7 +154,9 @@ def graph_of(
         body = dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0]
     ins = [_value(var.aval, NOWHERE) for var in body.invars] if ins is None else list(ins)
     adding = _Adding(sizes)
-    outs = zip(body.outvars, interpret(core.ClosedJaxpr(body, consts), adding, ins, caller), strict=True)
+    outs = zip(
+        body.outvars, interpret(core.ClosedJaxpr(body, consts), adding, ins, caller), strict=True
+    )
     return Graph(ins, adding.nodes, [x or _value(var.aval, NOWHERE) for var, x in outs])
 
 
@@ -152,13 +170,22 @@ def _value(aval: object, site: Site, **more: Any) -> Value:
 
 def _site(op: Operation) -> Site:
     stack = "/".join(str(each.eqn.source_info.name_stack) for each in (*op.callers, op))
-    tasks = [part for part in stack.replace("(", "/").replace(")", "/").split("/") if part.startswith(TASK)]
+    tasks = [
+        part
+        for part in stack.replace("(", "/").replace(")", "/").split("/")
+        if part.startswith(TASK)
+    ]
     line = op.line()
-    return Site(place(*line) if line else "", phase_of(stack), tasks[-1].removeprefix(TASK) if tasks else "")
+    return Site(
+        place(*line) if line else "", phase_of(stack), tasks[-1].removeprefix(TASK) if tasks else ""
+    )
 
 
 class _Adding(Domain[Value | None]):
-    """Adds the operations of a program to `nodes`. Of a value it knows its array; None for a literal."""
+    """Adds the operations of a program to `nodes`.
+
+    Of a value it knows its array; None for a literal.
+    """
 
     def __init__(self, sizes: Mapping[str, int]):
         self.nodes: list[Node] = []
@@ -176,9 +203,14 @@ class _Adding(Domain[Value | None]):
         site = _site(at)
         operands = [x for x in ins if x is not None]
         name = str(eqn.params.get("name", ""))
-        # JAX moves part of a kernel's call out ahead of it; that part does not have queries, keys and values.
+        # JAX moves part of a kernel's call out ahead of it; that part does not have queries, keys
+        # and values.
         is_kernel = name.startswith(KERNEL) and len(operands) > 2
-        axes = tuple(axis for axis in axes_of(eqn) if self._sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
+        axes = (
+            tuple(axis for axis in axes_of(eqn) if self._sizes.get(axis, 1) > 1)
+            if op in _COLLECTIVE_OF
+            else ()
+        )
 
         def rename(variables: Sequence, values: Sequence) -> list[Any]:
             return [_renamed(var, x, site) for var, x in zip(variables, values, strict=True)]
@@ -186,14 +218,24 @@ class _Adding(Domain[Value | None]):
         # XLA takes a scan of one turn out of its loop.
         if (called(eqn) and not is_kernel) or (op == "scan" and eqn.params["length"] == 1):
             body = called(eqn) or eqn.params["jaxpr"]
-            return rename(eqn.outvars, interpret(body, self, rename(body_of(body)[0].invars, ins), at))
-        if op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and not axes) or _scales_fp8(op, ins):
+            return rename(
+                eqn.outvars, interpret(body, self, rename(body_of(body)[0].invars, ins), at)
+            )
+        if (
+            op in ALIASES
+            or _keeps_size(eqn)
+            or (op in _COLLECTIVE_OF and not axes)
+            or _scales_fp8(op, ins)
+        ):
             outs = rename(eqn.outvars, ins[: len(eqn.outvars)])
             if op == "name":
                 _mark(outs[0].root, name, site)
             return outs
-        parts = [*equations.jaxprs_of(eqn)][op == "while" :] if op in ("scan", "while", "cond") else []
-        bodies = [_body(part, ins, self._sizes, at) for part in parts]  # of a while loop without its condition
+        parts = (
+            [*equations.jaxprs_of(eqn)][op == "while" :] if op in ("scan", "while", "cond") else []
+        )
+        # of a while loop without its condition
+        bodies = [_body(part, ins, self._sizes, at) for part in parts]
         outs: list[Any] = [_value(var.aval, site) for var in eqn.outvars]
         kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
         carried = equations.scan_counts(eqn) if op == "scan" else (0, 0)
@@ -208,24 +250,35 @@ class _Adding(Domain[Value | None]):
 
 
 def _scales_fp8(op: str, ins: list[Value | None]) -> bool:
-    """True if an equation casts an fp8 array or multiplies it by its scale, which its matmul does while reading."""
-    return op in ("convert_element_type", "mul") and ins[0] is not None and ins[0].root.dtype.name in _FP8
+    """True if an equation casts an fp8 array or multiplies it by its scale, which its matmul does
+    while reading.
+    """
+    return (
+        op in ("convert_element_type", "mul")
+        and ins[0] is not None
+        and ins[0].root.dtype.name in _FP8
+    )
 
 
 def _keeps_size(eqn: Eqn) -> bool:
     """True if an equation only adds dims of size 1."""
     if eqn.primitive.name != "broadcast_in_dim":
         return False
-    before, after = (math.prod(getattr(var.aval, "shape", ())) for var in (eqn.invars[0], eqn.outvars[0]))
+    before, after = (
+        math.prod(getattr(var.aval, "shape", ())) for var in (eqn.invars[0], eqn.outvars[0])
+    )
     return before == after
 
 
-def _body(jaxpr: object, operands: list[Value | None], sizes: Mapping[str, int], caller: Operation) -> Graph:
+def _body(
+    jaxpr: object, operands: list[Value | None], sizes: Mapping[str, int], caller: Operation
+) -> Graph:
     """The body of a loop or branch, whose operands keep the names that they have outside."""
     variables = body_of(jaxpr)[0].invars
     outside = operands[len(operands) - len(variables) :]
     ins = [
-        _value(var.aval, NOWHERE, name=x.name if x else "", outer=x) for var, x in zip(variables, outside, strict=True)
+        _value(var.aval, NOWHERE, name=x.name if x else "", outer=x)
+        for var, x in zip(variables, outside, strict=True)
     ]
     return graph_of(jaxpr, sizes, ins, caller)
 
@@ -235,7 +288,7 @@ def _renamed(var: Atom, of: Value | None, site: Site) -> Value:
     return _value(var.aval, site, of=of, name=of.name if of else "")
 
 
-# ---- what is in whose memory --------------------------------------------------------------------------------------
+# ---- what is in whose memory ---------------------------------------------------------------------
 
 
 def _mark(value: Value, name: str, site: Site) -> None:
@@ -257,11 +310,15 @@ def _write(into: Value, owner: Value | None, written: Value | Any) -> None:
 
 def _stack_kind(made: Value) -> str:
     """Kind of an array in which a loop stacks up the `made` of each iteration."""
-    return {"forward": "saved", "backward": "gradients"}.get(made.site.phase, "") if made.shape else ""
+    return (
+        {"forward": "saved", "backward": "gradients"}.get(made.site.phase, "") if made.shape else ""
+    )
 
 
 def _write_in_place(node: Node, ins: list[Value | None]) -> None:
-    """Records which results of a loop or of branches take the memory of an operand, and where others are made."""
+    """Records which results of a loop or of branches take the memory of an operand, and where
+    others are made.
+    """
     consts, carried = node.carried
     roots_of = [out.root for out in node.bodies[0].outs]
     for i, out in enumerate(node.outs):
@@ -270,8 +327,8 @@ def _write_in_place(node: Node, ins: list[Value | None]) -> None:
         if node.op == "scan" and i >= carried:  # a stack; what is carried in has no line
             out.site = made.site if made.site.line else node.site
             out.kind = _stack_kind(made if made.site.line else out)
-            # If the loop is fully unrolled, two stacks of one value are one: what attention keeps, and its result,
-            # which a layer marks.
+            # If the loop is fully unrolled, two stacks of one value are one: what attention keeps,
+            # and its result, which a layer marks.
             whole = node.params["unroll"] >= node.params["length"]
             before = zip(node.outs[carried:i], roots_of[carried:i], strict=True) if whole else ()
             out.of = next((stack for stack, root in before if root is made), None)
@@ -281,7 +338,9 @@ def _write_in_place(node: Node, ins: list[Value | None]) -> None:
             out.of = ins[len(ins) - len(node.outs) + i]
         else:
             at = next((j for j, x in enumerate(node.bodies[0].ins) if x is roots[0]), None)
-            if at is not None and all(body.ins[at] is root for body, root in zip(node.bodies, roots, strict=True)):
+            if at is not None and all(
+                body.ins[at] is root for body, root in zip(node.bodies, roots, strict=True)
+            ):
                 _write(out, ins[1 + at], made)
             else:
                 out.site = made.site

@@ -1,9 +1,11 @@
-"""The kernels of a graph: what XLA runs at once, what each one reads and writes in memory, and how long arrays live.
+"""The kernels of a graph: what XLA runs at once, what each one reads and writes in memory, and how
+long arrays live.
 
-XLA fuses elementwise operations and reductions with their operands, so most of their results are never in memory. An
-array is in memory if a matmul, a collective, attention or a loop makes or reads it, if it is a result or is saved for
-the backward pass, or if it is a sum. For each array that a fusion makes, it reads all arrays in memory on which that
-array depends; two fusions that read the same array and do not depend on each other read it once.
+XLA fuses elementwise operations and reductions with their operands, so most of their results are
+never in memory. An array is in memory if a matmul, a collective, attention or a loop makes or reads
+it, if it is a result or is saved for the backward pass, or if it is a sum. For each array that a
+fusion makes, it reads all arrays in memory on which that array depends; two fusions that read the
+same array and do not depend on each other read it once.
 """
 
 import dataclasses
@@ -44,7 +46,10 @@ class Kernel:
 
     @property
     def traffic(self) -> int:
-        """Bytes that it reads and writes in memory. In-place writes and lookups count the size of what is moved."""
+        """Bytes that it reads and writes in memory.
+
+        In-place writes and lookups count the size of what is moved.
+        """
         ins, outs, op = self.node.ins, self.node.outs, self.node.op
         if op in WRITING:
             return 2 * ins[1 if op == "dynamic_update_slice" else -1].bytes
@@ -56,7 +61,8 @@ class Kernel:
 def product_shape(node: Node) -> tuple[int, int, int, int]:
     """Sizes b, m, k, n of a matmul: batch, rows, contracted size, columns."""
     left, right = (node.ins + node.ins)[:2]
-    ragged = node.params.get("ragged_dot_dimension_numbers")  # each row is multiplied by the matrix of its group
+    # each row is multiplied by the matrix of its group
+    ragged = node.params.get("ragged_dot_dimension_numbers")
     numbers = ragged.dot_dimension_numbers if ragged else node.params["dimension_numbers"]
     groups = math.prod(right.shape[i] for i in ragged.rhs_group_dimensions) if ragged else 1
     contracted, batch = numbers
@@ -91,13 +97,19 @@ def kernels_of(graph: Graph) -> list[Kernel]:
         reads: dict[Value, int] = {}
         for x in node.ins:
             root = x.root
-            for source, size in ({root: root.bytes} if root in in_memory else sources.get(root, {})).items():
+            for source, size in (
+                {root: root.bytes} if root in in_memory else sources.get(root, {})
+            ).items():
                 reads[source] = max(reads.get(source, 0), size)
         if node.op in PARTS and kind == "fused":
             most = sum(out.bytes for out in node.outs)
             reads = {source: min(size, most) for source, size in reads.items()}
         if kind == "fused":
-            made = [out for out in node.outs if out.root in in_memory and (out.shape or out.root in _roots(graph.outs))]
+            made = [
+                out
+                for out in node.outs
+                if out.root in in_memory and (out.shape or out.root in _roots(graph.outs))
+            ]
             sources |= {out.root: reads for out in node.outs if out.root not in in_memory}
             if made:
                 found.append(Kernel("memory", node, reads, [out.root for out in made]))
@@ -108,7 +120,9 @@ def kernels_of(graph: Graph) -> list[Kernel]:
 
 
 def _sums(node: Node) -> bool:
-    return node.op in REDUCTIONS | {"argmax", "argmin"} or (node.op == "dot_general" and product_shape(node)[2] > 1)
+    return node.op in REDUCTIONS | {"argmax", "argmin"} or (
+        node.op == "dot_general" and product_shape(node)[2] > 1
+    )
 
 
 def _roots(values: Iterable[Value]) -> set[Value]:
@@ -138,7 +152,7 @@ def _read_once(kernels: list[Kernel]) -> None:
             beside.append(i)
 
 
-# ---- memory -------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 Held = list[tuple[Value, int]]
@@ -146,11 +160,13 @@ Held = list[tuple[Value, int]]
 WORKSPACE = 2**25
 """Bytes besides its operands that XLA gives to a matmul on GPUs: for cuBLAS on Hopper."""
 LANES = 128
-"""Entries in a row of a TPU's register. What attention reads has whole rows, so small heads are padded."""
+"""Entries in a row of a TPU's register. What attention reads has whole rows, so small heads are
+padded."""
 
 
 def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | None = None) -> Held:
-    """Arrays in memory at the peak, without the graph's inputs, as XLA assigns memory on a platform.
+    """Arrays in memory at the peak, without the graph's inputs, as XLA assigns memory on a
+    platform.
 
     The constants above, and `_reuse`, say how platforms differ.
 
@@ -158,8 +174,8 @@ def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | Non
         graph: the graph.
         donated: inputs whose memory results may take.
         platform: gpu, tpu or cpu.
-        stacked: index of the first result that a loop writes into a stack, whose bytes the loop around it counts. None:
-            results are not stacked.
+        stacked: index of the first result that a loop writes into a stack, whose bytes the loop
+            around it counts. None: results are not stacked.
     """
     kernels = kernels_of(graph)
     given, results = _roots(graph.ins), list(graph.outs)
@@ -189,10 +205,14 @@ def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | Non
         held = [*alive.items()]
         if kernel.kind == "matmul" and platform == "gpu":
             made = kernel.node.outs[0]
-            held.append((Value(made.shape, made.dtype, made.site, "working", "workspace"), WORKSPACE))
+            held.append(
+                (Value(made.shape, made.dtype, made.site, "working", "workspace"), WORKSPACE)
+            )
         bodies, (consts, count) = kernel.node.bodies, kernel.node.carried
         if kernel.node.op == "scan":
-            inside = [peak_of(bodies[0], _roots(bodies[0].ins[consts : consts + count]), platform, count)]
+            inside = [
+                peak_of(bodies[0], _roots(bodies[0].ins[consts : consts + count]), platform, count)
+            ]
         else:
             inside = [peak_of(body, _roots(body.ins), platform) for body in bodies]
         best = max(best, [*held, *max(inside, key=_bytes, default=[])], key=_bytes)
@@ -211,16 +231,26 @@ def _padded(value: Value, platform: str) -> int:
 
 
 def _reuse(
-    kernels: list[Kernel], size: dict, last: dict, given: set[Value], donated: set[Value], platform: str
+    kernels: list[Kernel],
+    size: dict,
+    last: dict,
+    given: set[Value],
+    donated: set[Value],
+    platform: str,
 ) -> None:
-    """Lets a result of a fusion reuse the memory of an array of the same size that nothing reads afterwards.
+    """Lets a result of a fusion reuse the memory of an array of the same size that nothing reads
+    afterwards.
 
     On GPUs only the memory of inputs: their fusions seldom write where they read.
     """
     for i, kernel in enumerate(kernels):
         if kernel.kind != "memory":
             continue
-        free = [x for x in kernel.reads if last[x] == i and (x in donated or x not in given) and x not in kernel.writes]
+        free = [
+            x
+            for x in kernel.reads
+            if last[x] == i and (x in donated or x not in given) and x not in kernel.writes
+        ]
         for made in kernel.writes:
             match = next((x for x in free if x.bytes == made.bytes), None)
             if match is not None:

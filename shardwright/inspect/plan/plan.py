@@ -1,4 +1,6 @@
-"""Times a step on a kind of chip: seconds of each operation, what overlaps with what, and what a run costs."""
+"""Times a step on a kind of chip: seconds of each operation, what overlaps with what, and what a
+run costs.
+"""
 
 import collections
 import math
@@ -16,7 +18,19 @@ HIDDEN = ("ahead", "after")
 MESSAGE = 30 * 2**20
 """Bytes of the largest message into which XLA merges several, by default."""
 PLANNED = (
-    *("line", "phase", "task", "kind", "what", "count", "size", "flops", "traffic", "shape", "dtype"),
+    *(
+        "line",
+        "phase",
+        "task",
+        "kind",
+        "what",
+        "count",
+        "size",
+        "flops",
+        "traffic",
+        "shape",
+        "dtype",
+    ),
     *("axes", "bytes", "tensor", "timing", "loop", "seconds", "exposed"),
 )
 """Fields of an operation in the data of a plan."""
@@ -45,7 +59,9 @@ class Plan(NamedTuple):
 
     @property
     def range(self) -> tuple[float, float]:
-        """Range of a step's seconds: four of five published runs were within such a range of their plans."""
+        """Range of a step's seconds: four of five published runs were within such a range of their
+        plans.
+        """
         return self.seconds / (1 + self.chip.error), self.seconds * (1 + self.chip.error)
 
     @property
@@ -57,12 +73,19 @@ class Plan(NamedTuple):
     def limits(self) -> dict[str, float]:
         """What a step spends its time on, in words, with the share of the time, largest first."""
         names = {"matmul": "matmuls", "attention": "attention", "memory": "memory traffic"}
-        spent = {words: sum(row.seconds for row in self.rows if row.kind == kind) for kind, words in names.items()}
-        spent["waiting for messages"] = sum(row.exposed for row in self.rows if row.kind == "collective")
+        spent = {
+            words: sum(row.seconds for row in self.rows if row.kind == kind)
+            for kind, words in names.items()
+        }
+        spent["waiting for messages"] = sum(
+            row.exposed for row in self.rows if row.kind == "collective"
+        )
         spent["slowed by messages"] = sum(row.exposed for row in self.rows) - sum(spent.values())
         spent["waiting for stages"] = self.bubble
         spent["starting layers"] = self.seconds - sum(spent.values())
-        return {words: s / self.seconds for words, s in sorted(spent.items(), key=lambda item: -item[1])}
+        return {
+            words: s / self.seconds for words, s in sorted(spent.items(), key=lambda item: -item[1])
+        }
 
     @property
     def tokens_per_second(self) -> float:
@@ -105,7 +128,9 @@ class Plan(NamedTuple):
         found["seconds_low"], found["seconds_high"] = self.range
         found["seconds_at_peaks"] = self.at_peaks
         found["memory"] = [held._asdict() for held in self.step.held]
-        return found | {"work": [{name: getattr(row, name) for name in PLANNED} for row in self.rows]}
+        return found | {
+            "work": [{name: getattr(row, name) for name in PLANNED} for row in self.rows]
+        }
 
 
 def plan_of(step: PlannedStep, chip: Chip, steps: int) -> Plan:
@@ -113,23 +138,35 @@ def plan_of(step: PlannedStep, chip: Chip, steps: int) -> Plan:
     # Simulated devices share cores, so nothing overlaps, and none waits while others compute.
     overlaps = chip.platform != "cpu"
     merged = _merged(step.ops) if overlaps else {}
-    timed = [op._replace(seconds=op.count * seconds_of(op, step, chip, merged.get(op))) for op in step.ops]
+    timed = [
+        op._replace(seconds=op.count * seconds_of(op, step, chip, merged.get(op)))
+        for op in step.ops
+    ]
     shares = _exposed(timed, chip.interference) if overlaps else [1.0] * len(timed)
-    rows = [row._replace(exposed=row.seconds * share) for row, share in zip(timed, shares, strict=True)]
+    rows = [
+        row._replace(exposed=row.seconds * share) for row, share in zip(timed, shares, strict=True)
+    ]
     spent: dict[str, float] = collections.defaultdict(float)
     for row in rows:
         spent["transfer" if row.what == "ppermute" and not row.task else row.task] += row.exposed
     facts = step.facts
     bubble = 0.0
     host = chip.layer_s * facts.layers / step.mesh.get("p", 1) * facts.microbatches
-    for task, share in {"": 1.0}.items() if step.table is None else {"forward": 1 / 3, "backward": 2 / 3}.items():
+    for task, share in (
+        {"": 1.0}.items() if step.table is None else {"forward": 1 / 3, "backward": 2 / 3}.items()
+    ):
         spent[task] = math.hypot(spent[task], share * host)  # about the slower of the two
     total = sum(spent.values())
     if step.table is not None and overlaps:
         ticks = len(step.table.columns["forward"])
         m = facts.microbatches
         backward = spent["backward"] + spent["weights"]
-        costs = Costs(spent["forward"] / m, backward / m, spent["transfer"] / ticks, spent["weights"] / (backward or 1))
+        costs = Costs(
+            spent["forward"] / m,
+            backward / m,
+            spent["transfer"] / ticks,
+            spent["weights"] / (backward or 1),
+        )
         run = simulate(step.table, costs).total
         bubble = run - sum(spent[task] for task in (*OF_STAGES, "transfer"))
         total += bubble
@@ -137,7 +174,10 @@ def plan_of(step: PlannedStep, chip: Chip, steps: int) -> Plan:
 
 
 def seconds_of(op: Operation, step: PlannedStep, chip: Chip, merged: float | None = None) -> float:
-    """Seconds of one execution on its own. `merged`: bytes of the message that a collective is part of."""
+    """Seconds of one execution on its own.
+
+    `merged`: bytes of the message that a collective is part of.
+    """
     if op.kind == "collective":
         message = merged or op.bytes
         return chip.collective_s(op.what, message, dict(step.mesh), op.axes) * op.bytes / message
@@ -153,14 +193,18 @@ def seconds_of(op: Operation, step: PlannedStep, chip: Chip, merged: float | Non
 def _merged(ops: Iterable[Operation]) -> dict[Operation, float]:
     """Bytes of the message in which XLA sends each collective that need not be sent on its own.
 
-    XLA merges similar ones, up to MESSAGE bytes: those of an iteration that are sent ahead or after, and those sent
-    before or after all loops.
+    XLA merges similar ones, up to MESSAGE bytes: those of an iteration that are sent ahead or
+    after, and those sent before or after all loops.
     """
     alike: dict[tuple, float] = collections.defaultdict(float)
     joined = [op for op in ops if op.kind == "collective" and (op.timing in HIDDEN or op.loop == 0)]
     for op in joined:
         alike[_kind(op)] += op.bytes
-    return {op: max(op.bytes, alike[_kind(op)] / math.ceil(alike[_kind(op)] / MESSAGE)) for op in joined if op.bytes}
+    return {
+        op: max(op.bytes, alike[_kind(op)] / math.ceil(alike[_kind(op)] / MESSAGE))
+        for op in joined
+        if op.bytes
+    }
 
 
 def _kind(op: Operation) -> tuple:
@@ -171,17 +215,24 @@ def _kind(op: Operation) -> tuple:
 def _exposed(rows: list[Operation], interference: float) -> Iterable[float]:
     """By how much each row lengthens the step, as a share of its own time.
 
-    In each loop, what is sent ahead or after overlaps with what the loop computes, and slows it down; the rest is
-    waited for. Messages take multiprocessors, memory bandwidth and power (arXiv 2507.03114).
+    In each loop, what is sent ahead or after overlaps with what the loop computes, and slows it
+    down; the rest is waited for. Messages take multiprocessors, memory bandwidth and power (arXiv
+    2507.03114).
     """
     computed: dict[int, float] = collections.defaultdict(float)
     sent: dict[int, float] = collections.defaultdict(float)
     for row in rows:
-        (sent if row.timing in HIDDEN else computed)[row.loop] += row.seconds * (row.timing != "waited")
+        (sent if row.timing in HIDDEN else computed)[row.loop] += row.seconds * (
+            row.timing != "waited"
+        )
     for row in rows:
         work, messages = computed[row.loop], sent[row.loop]
         if row.timing in HIDDEN:
             yield max(0.0, 1 - work / messages) if messages else 1.0
         else:
-            slowed = interference * min(work, messages) / work if work and row.timing != "waited" else 0.0
+            slowed = (
+                interference * min(work, messages) / work
+                if work and row.timing != "waited"
+                else 0.0
+            )
             yield 1 + slowed

@@ -1,4 +1,7 @@
-"""A training step as a plan sees it: what one device computes, sends and keeps, by source line. It uses no devices."""
+"""A training step as a plan sees it: what one device computes, sends and keeps, by source line.
+
+It uses no devices.
+"""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +26,8 @@ class Held(NamedTuple):
     Attributes:
         line: where it is made.
         what: the name of a weight, or the array's type.
-        kind: weights, optimizer, batch, gradients, saved for the backward pass, gathered copies of weights, or working.
+        kind: weights, optimizer, batch, gradients, saved for the backward pass, gathered copies of
+            weights, or working.
         bytes: on one device.
         again: FLOPs per step to recompute it instead of saving it; 0 if it is not saved.
     """
@@ -81,9 +85,16 @@ class PlannedStep(NamedTuple):
 
 
 def step_of(
-    traced: jax.stages.Traced, sizes: Mapping[str, int], platform: str, facts: Facts, table: TickTable | None
+    traced: jax.stages.Traced,
+    sizes: Mapping[str, int],
+    platform: str,
+    facts: Facts,
+    table: TickTable | None,
 ) -> PlannedStep:
-    """Reads a traced step on an abstract mesh of these sizes. `table`: that of its pipeline, if any."""
+    """Reads a traced step on an abstract mesh of these sizes.
+
+    `table`: that of its pipeline, if any.
+    """
     (eqn,) = (eqn for eqn in equations_in(traced.jaxpr) if eqn.primitive.name == "shard_map")
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0]]
     outer = dict(zip(traced.jaxpr.jaxpr.invars, paths, strict=True))
@@ -114,12 +125,18 @@ def _held(graph: Graph, given: list[Value], peak: AtPeak, times: int) -> list[He
     found = [Held("", value.name, value.kind, value.bytes) for value in given if value.kind]
     again = _again(graph)
     names = iter([value.name for value in given if value.kind == "weights"])
-    gradients = (x for node in graph.nodes for x in node.outs if x.root is x and x.kind == "gradients")
+    gradients = (
+        x for node in graph.nodes for x in node.outs if x.root is x and x.kind == "gradients"
+    )
     of = {value: next(names, "") for value in gradients}
     for value, size in peak:
         what = of.get(value, "") or value.name or str(value)
         kind = value.kind or ("gathered" if value.name else "working")
-        found.append(Held(value.site.line, what, kind, size, times * again.get(value, 0.0) * (kind == "saved")))
+        found.append(
+            Held(
+                value.site.line, what, kind, size, times * again.get(value, 0.0) * (kind == "saved")
+            )
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""What one device does in a step, by source line: matmuls, attention, memory traffic and messages."""
+"""What one device does in a step, by source line: matmuls, attention, memory traffic and
+messages.
+"""
 
 import itertools
 import math
@@ -13,22 +15,27 @@ _HEAVY = ("matmul", "attention", "loop", "branch")
 HOST = "host"
 """Prefix for what is moved to the device's host, or from it."""
 STACK = "stack"
-"""Prefix for what a loop that is not unrolled copies into, or out of, the values kept for the backward pass."""
+"""Prefix for what a loop that is not unrolled copies into, or out of, the values kept for the
+backward pass."""
 _TOGETHER = ("_first", "_last")
 """Suffixes of tasks that all stages compute together."""
 
 
-def work_of(graph: Graph, sizes: Mapping[str, int], microbatches: int = 1, chunks: int = 1) -> list[Operation]:
+def work_of(
+    graph: Graph, sizes: Mapping[str, int], microbatches: int = 1, chunks: int = 1
+) -> list[Operation]:
     """The operations of a graph and of its loops, in order.
 
-    `sizes` are those of the mesh. `microbatches` and a device's `chunks` determine how often it runs each task of a
-    pipeline stage.
+    `sizes` are those of the mesh. `microbatches` and a device's `chunks` determine how often it
+    runs each task of a pipeline stage.
     """
     found: list[Operation] = []
     loops = itertools.count()
 
     def walk(graph: Graph, count: float, carried: tuple[int, int] | None) -> None:
-        """`carried`: for a loop's body, the numbers of constant and of carried operands; None outside loops."""
+        """`carried`: for a loop's body, the numbers of constant and of carried operands; None
+        outside loops.
+        """
         kernels = kernels_of(graph)
         loop = next(loops)
         timings = _timings(kernels, graph, carried)
@@ -53,9 +60,12 @@ def work_of(graph: Graph, sizes: Mapping[str, int], microbatches: int = 1, chunk
 
 
 def _stacked(node: Node, count: float, loop: int) -> Iterator[Operation]:
-    """The copies that a loop over layers makes, unless it is unrolled: one layer's part of what it keeps, per turn."""
+    """The copies that a loop over layers makes, unless it is unrolled: one layer's part of what it
+    keeps, per turn.
+    """
     if node.op == "scan" and node.params["unroll"] < node.params["length"]:
-        before = len(node.ins) - len(node.bodies[0].ins) + sum(node.carried)  # constants may be literals
+        # constants may be literals
+        before = len(node.ins) - len(node.bodies[0].ins) + sum(node.carried)
         stacks = node.ins[before:] + node.outs[node.carried[1] :]
         for x in dict.fromkeys(x.root for x in stacks if x.root.kind == "saved" and x.bytes):
             site = node.site._replace(line=x.site.line)._asdict()
@@ -76,7 +86,8 @@ def operation_of(kernel: Kernel, sizes: Mapping[str, int]) -> Operation:
     elif kernel.kind == "attention":
         q, k, v = node.ins[:3]
         pairs = math.prod(q.shape) * k.shape[1] * share_of(node.params["name"])
-        # Scores and sums; the backward pass computes the scores again, and four gradients (arXiv 2307.08691).
+        # Scores and sums; the backward pass computes the scores again, and four gradients (arXiv
+        # 2307.08691).
         width = v.shape[-1] / q.shape[-1]
         flops = 2 * pairs * (3 + 2 * width if node.site.phase == "backward" else 1 + width)
         op = op._replace(what=str(q), size=flops)
@@ -93,8 +104,13 @@ def operation_of(kernel: Kernel, sizes: Mapping[str, int]) -> Operation:
     return op._replace(**node.site._asdict(), traffic=float(kernel.traffic))
 
 
-def _timings(kernels: list[Kernel], graph: Graph, carried: tuple[int, int] | None) -> dict[int, str]:
-    """Timing of each collective, by the id of its kernel. Outside loops all of them are waited for."""
+def _timings(
+    kernels: list[Kernel], graph: Graph, carried: tuple[int, int] | None
+) -> dict[int, str]:
+    """Timing of each collective, by the id of its kernel.
+
+    Outside loops all of them are waited for.
+    """
     if carried is None:
         return {id(kernel): "waited" for kernel in kernels}
     consts, count = carried

@@ -1,8 +1,8 @@
 """Finds the operation of a step that makes the infinities or NaNs which reach its results.
 
-Many operations turn finite numbers into infinities or NaNs that are masked later. So the step is run again with all
-operations but one replacing such entries by 0: its results are finite unless this one is a cause. The turn of the loops
-is found in the same way, by bisection.
+Many operations turn finite numbers into infinities or NaNs that are masked later. So the step is
+run again with all operations but one replacing such entries by 0: its results are finite unless
+this one is a cause. The turn of the loops is found in the same way, by bisection.
 """
 
 import bisect
@@ -31,9 +31,12 @@ from shardwright.modeling.weights import layers_in
 
 KINDS = ("finite", "an infinity", "NaN")
 """Names of the levels of badness: what the worst entry of a value is."""
-FINITE = COLLECTIVES - kinds("sum", "scatter") | IDENTITIES | kinds("unreduced", "view", "selection")
+FINITE = (
+    COLLECTIVES - kinds("sum", "scatter") | IDENTITIES | kinds("unreduced", "view", "selection")
+)
 FINITE |= words(
-    "abs concatenate copy cos dynamic_slice dynamic_update_slice erf iota logistic neg reduce_max reduce_min"
+    "abs concatenate copy cos dynamic_slice dynamic_update_slice erf iota logistic neg reduce_max "
+    "reduce_min"
 )
 FINITE |= words("reduce_min rev sign sin slice split tanh")
 """Primitives whose results are finite if their operands are."""
@@ -42,7 +45,8 @@ ALL = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The first operation of a step that turns finite numbers into non-finite ones which reach its results.
+    """The first operation of a step that turns finite numbers into non-finite ones which reach its
+    results.
 
     Or one that turns infinities that no operation made, such as constants, into NaN.
 
@@ -80,12 +84,15 @@ def _level(x: jax.Array) -> jax.Array:
 
 
 class Finder:
-    """Finds the Origin in a traced program (*arguments) -> results. It is compiled once for all arguments.
+    """Finds the Origin in a traced program (*arguments) -> results.
+
+    It is compiled once for all arguments.
 
     Args:
         program: the jaxpr.
         table: the model's table of weights.
-        results: how many results count: the state, the loss and the norm of the gradients, which come first.
+        results: how many results count: the state, the loss and the norm of the gradients, which
+            come first.
     """
 
     def __init__(self, program: object, table: Any, results: int):
@@ -96,14 +103,24 @@ class Finder:
             for path, eq in self._equations.items()
             if eq.name not in FINITE
         }
-        self._keys = {(path, i): n for n, (path, i) in enumerate((path, i) for path, ii in wanted.items() for i in ii)}
+        self._keys = {
+            (path, i): n
+            for n, (path, i) in enumerate((path, i) for path, ii in wanted.items() for i in ii)
+        }
         self._replay = Rerun(program, wanted, self._contained, is_varying=True)
         self._program = jax.jit(lambda knobs, *args: self._replay(*args, knobs=knobs))
 
     def _contained(
-        self, path: Path, result: int, turns: tuple, operands: list, x: jax.Array, knobs: dict[str, Any]
+        self,
+        path: Path,
+        result: int,
+        turns: tuple,
+        operands: list,
+        x: jax.Array,
+        knobs: dict[str, Any],
     ) -> Any:
-        """Replaces a result's entries by 0 where they are worse than operands below a level; also returns their level.
+        """Replaces a result's entries by 0 where they are worse than operands below a level; also
+        returns their level.
 
         The cause that the knobs name is left alone up to a turn.
         """
@@ -124,12 +141,16 @@ class Finder:
         return jnp.where(is_removed, jnp.zeros_like(x), x), jnp.max(level, initial=0)
 
     def _run(self, arguments: list, below: int, **knobs: int) -> tuple[list, list]:
-        """The results that count; and the level of each value by device and turn, or 0 if no operand is better.
+        """The results that count; and the level of each value by device and turn, or 0 if no
+        operand is better.
 
-        Entries worse than operands below a level become 0, except the cause's; cause=ALL leaves everything as it is.
+        Entries worse than operands below a level become 0, except the cause's; cause=ALL leaves
+        everything as it is.
         """
         knobs = {"below": below, "cause": -1, "turn": ALL} | knobs
-        results, levels = self._program({name: np.int32(value) for name, value in knobs.items()}, *arguments)
+        results, levels = self._program(
+            {name: np.int32(value) for name, value in knobs.items()}, *arguments
+        )
         return results[: self._count], levels
 
     def find(self, *arguments: object) -> tuple[Origin | None, list]:
@@ -147,20 +168,27 @@ class Finder:
             below = 2
             _, levels = self._run(leaves, 2, cause=ALL)
         found = zip(self._replay.notes, (int(np.max(level)) for level in levels), strict=True)
-        causes = ((note, level, self._keys[note.path, note.result]) for note, level in found if level)
+        causes = (
+            (note, level, self._keys[note.path, note.result]) for note, level in found if level
+        )
         reach = next((each for each in causes if is_bad(below, cause=each[2])), None)
         if reach is None:
             return None, results
         note, level, cause = reach
         turns = [n for n, _ in note.loops]
         last = range(math.prod(turns) - 1)
-        turn = bisect.bisect_left(last, True, key=lambda turn: is_bad(below, cause=cause, turn=turn))
+        turn = bisect.bisect_left(
+            last, True, key=lambda turn: is_bad(below, cause=cause, turn=turn)
+        )
         ran = map(int, np.unravel_index(turn, turns)) if turns else ()
         return self._described(note, level, tuple(ran)), results
 
     def _described(self, note: Note, level: int, ran: tuple[int, ...]) -> Origin:
         eq = self._equations[note.path]
-        turns = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(ran, note.loops, strict=True)]
+        turns = [
+            n - 1 - i if is_reversed else i
+            for i, (n, is_reversed) in zip(ran, note.loops, strict=True)
+        ]
         loops = loops_around(eq)
         of_layers = [i for i, loop in enumerate(loops) if is_loop_over_layers(loop)]
         layers = None
@@ -170,7 +198,9 @@ class Finder:
             layers = first + turns[i] * period, first + (turns[i] + 1) * period - 1
         name = function_and_target(*(eq.line() or ("", 0)))
         stacks = [str(e.eqn.source_info.name_stack) for e in (eq, *loops)]
-        is_backward = any("transpose" in stack for stack in stacks) or any(loop.params["reverse"] for loop in loops)
+        is_backward = any("transpose" in stack for stack in stacks) or any(
+            loop.params["reverse"] for loop in loops
+        )
         microbatch = turns[0] if loops and 0 not in of_layers else None
         return Origin(eq.place(), name, eq.name, KINDS[level], is_backward, layers, microbatch)
 

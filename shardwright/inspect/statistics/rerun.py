@@ -1,4 +1,6 @@
-"""Runs a traced program again and returns what some equations compute, such as the values that a step saves."""
+"""Runs a traced program again and returns what some equations compute, such as the values that a
+step saves.
+"""
 
 import ast
 import collections
@@ -30,7 +32,8 @@ class Note(NamedTuple):
     Attributes:
         path: path of its equation.
         result: index among the results of the equation.
-        loops: for each loop around it, outermost first, the number of turns, and True if it runs backwards.
+        loops: for each loop around it, outermost first, the number of turns, and True if it runs
+            backwards.
     """
 
     path: Path
@@ -46,18 +49,23 @@ class Rerun:
     Args:
         program: the jaxpr.
         wanted: by path, the indices of the results that are wanted.
-        visit: (path, index of the result, turns, operands, result, knobs) -> the result with which the rerun continues,
-            of the same type, and what to return of it, an array of any shape. `turns` has, for each loop around it, how
-            many ran before, and how many there are. Per-device code.
-        is_same: True if what is returned is the same on all devices: the arrays then have no dims for mesh axes.
-        is_varying: True if copies, and terms of partial sums, count as values that vary. Otherwise terms are left out.
+        visit: (path, index of the result, turns, operands, result, knobs) -> the result with which
+            the rerun continues, of the same type, and what to return of it, an array of any shape.
+            `turns` has, for each loop around it, how many ran before, and how many there are.
+            Per-device code.
+        is_same: True if what is returned is the same on all devices: the arrays then have no dims
+            for mesh axes.
+        is_varying: True if copies, and terms of partial sums, count as values that vary. Otherwise
+            terms are left out.
     """
 
     def __init__(
         self,
         program: object,
         wanted: Mapping[Path, list[int]],
-        visit: Callable[..., tuple[jax.Array, jax.Array]] = lambda path, i, turns, operands, x, knobs: (x, x),
+        visit: Callable[
+            ..., tuple[jax.Array, jax.Array]
+        ] = lambda path, i, turns, operands, x, knobs: (x, x),
         is_same: bool = False,
         is_varying: bool = False,
     ):
@@ -72,7 +80,9 @@ class Rerun:
         return () if self._is_same else jax.sharding.get_abstract_mesh().axis_names
 
     def __call__(self, *args: object, knobs: object = ()) -> tuple[list, list[jax.Array]]:
-        """Runs the program. Returns its results, and the values. Under jit, on the mesh on which it was traced.
+        """Runs the program. Returns its results, and the values.
+
+        Under jit, on the mesh on which it was traced.
 
         `knobs` are arrays for `visit`, the same on all devices.
         """
@@ -83,9 +93,14 @@ class Rerun:
 
 
 class _Run(Domain[Any]):
-    """Runs a body of a Rerun. Of a value it knows the array. `turns` are those of the loops around, as for `visit`."""
+    """Runs a body of a Rerun. Of a value it knows the array.
 
-    def __init__(self, rerun: Rerun, values: list[tuple[Note, jax.Array]], knobs: object, turns: tuple = ()):
+    `turns` are those of the loops around, as for `visit`.
+    """
+
+    def __init__(
+        self, rerun: Rerun, values: list[tuple[Note, jax.Array]], knobs: object, turns: tuple = ()
+    ):
         self._rerun, self._values, self._knobs, self._turns = rerun, values, knobs, turns
 
     def constant(self, x: Any) -> Any:
@@ -116,7 +131,10 @@ class _Run(Domain[Any]):
             notes[:] = [note for note, _ in inner]
             return outs, [value[(None,) * len(axes)] for _, value in inner]
 
-        specs = {"in_specs": (P(), *op.params["in_specs"]), "out_specs": (list(op.params["out_specs"]), P(*axes))}
+        specs = {
+            "in_specs": (P(), *op.params["in_specs"]),
+            "out_specs": (list(op.params["out_specs"]), P(*axes)),
+        }
         outs, found = jax.shard_map(per_device, **specs)(self._knobs, *ins)
         self._values += zip(notes, found, strict=True)
         return outs
@@ -145,7 +163,7 @@ class _Run(Domain[Any]):
         return self.apply(op, [which, *args])
 
 
-# ---- without partial sums -----------------------------------------------------------------------------------------
+# ---- without partial sums ------------------------------------------------------------------------
 
 
 def _varying(eqn: Eqn, ins: list) -> list[jax.Array]:
@@ -153,7 +171,11 @@ def _varying(eqn: Eqn, ins: list) -> list[jax.Array]:
     name = eqn.primitive.name
     params = eqn.params
     types = [getattr(var.aval, "manual_axis_type", None) for var in (*eqn.invars, *eqn.outvars)]
-    if not (axes := frozenset().union(*(kind.reduced | kind.unreduced for kind in types if kind is not None))):
+    if not (
+        axes := frozenset().union(
+            *(kind.reduced | kind.unreduced for kind in types if kind is not None)
+        )
+    ):
         return run_again(eqn, ins)
     if name in kinds("unreduced", "cast") - {"pvary"}:
         return [varying(ins[0], params["axes"])]
@@ -178,10 +200,11 @@ class Point:
     """A named value of a step.
 
     Attributes:
-        name: the function around it, and what it is assigned to: `Llama.layer q`; the second of a name ends in `#2`.
+        name: the function around it, and what it is assigned to: `Llama.layer q`; the second of a
+            name ends in `#2`.
         place: `file.py:line`.
-        paths: paths of its equations in one turn of the loops around it, in program order. Several if the line runs
-            several times, as in the layers of a period.
+        paths: paths of its equations in one turn of the loops around it, in program order. Several
+            if the line runs several times, as in the layers of a period.
         of_layers: for each loop around it, outermost first, True if it is the loop over layers.
     """
 
@@ -220,12 +243,18 @@ def is_again(op: Operation) -> bool:
 
 @functools.cache
 def function_and_target(file: str, line: int) -> str:
-    """The function around a line, with its class, and what the statement there assigns to: `Llama.layer v`."""
+    """The function around a line, with its class, and what the statement there assigns to:
+    `Llama.layer v`.
+    """
     try:
         nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
     except (SyntaxError, ValueError):  # a file that has changed since it was imported
         return ""
-    around = [node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)]
+    around = [
+        node
+        for node in nodes
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
     owners = [node.name for node in around if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     targets = [node.targets[0] for node in around if isinstance(node, ast.Assign)]
     targets += [node.target for node in around if isinstance(node, ast.AnnAssign)]
@@ -238,20 +267,26 @@ def _region(eq: Operation) -> tuple[bool, list]:
 
 
 def saved_points(program: object, names: tuple[str, ...] = (jax_extra.SAVED,)) -> list[Point]:
-    """The points at which the step marks a value by one of `names`, in program order. A recomputed one counts once."""
+    """The points at which the step marks a value by one of `names`, in program order.
+
+    A recomputed one counts once.
+    """
     found: dict[tuple, list[Operation]] = {}
     for eq in equations(program):
         is_saved = eq.name == "name" and eq.params["name"] in names
-        if is_saved and not eq.eqn.outvars[0].aval.manual_axis_type.unreduced:  # a partial sum has no statistics
+        if is_saved and not eq.eqn.outvars[0].aval.manual_axis_type.unreduced:
+            # a partial sum has no statistics
             found.setdefault((eq.line(), eq.eqn.outvars[0].aval.dtype), []).append(eq)
     points = []
     seen = collections.Counter()
     for (line, _), places in found.items():
-        # Like the first of them: in the same loops, and not in the backward pass unless the first is.
+        # Like the first of them: in the same loops, and not in the backward pass unless the first
+        # is.
         first = min(places, key=is_again)
         of_layers = tuple(map(is_loop_over_layers, loops_around(first)))
         regions = [_region(first)]
-        if any(of_layers) and not is_again(first):  # another stack of layers may compute this line too
+        if any(of_layers) and not is_again(first):
+            # another stack of layers may compute this line too
             others = [_region(eq) for eq in places if not is_again(eq)]
             regions += [x for i, x in enumerate(others) if x not in [*regions, *others[:i]]]
         for region in regions:
@@ -264,11 +299,16 @@ def saved_points(program: object, names: tuple[str, ...] = (jax_extra.SAVED,)) -
 
 
 def gradient_paths(program: object, weights: object) -> list[Path]:
-    """The paths of the gradients, in the order of the weights. Raises ValueError if their numbers differ."""
-    paths = [eq.path for eq in equations(program) if eq.name == "name" and eq.params["name"] == GRADIENT]
+    """The paths of the gradients, in the order of the weights.
+
+    Raises ValueError if their numbers differ.
+    """
+    paths = [
+        eq.path for eq in equations(program) if eq.name == "name" and eq.params["name"] == GRADIENT
+    ]
     if len(paths) != len(leaves := jax.tree.leaves(weights)):
         raise ValueError(
-            f"the step marks {len(paths)} gradients of {len(leaves)} weights. Name all gradients `{GRADIENT}` with "
-            "checkpoint_name, as make_training_step in train.py does."
+            f"the step marks {len(paths)} gradients of {len(leaves)} weights. Name all gradients "
+            f"`{GRADIENT}` with checkpoint_name, as make_training_step in train.py does."
         )
     return paths

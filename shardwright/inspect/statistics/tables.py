@@ -1,4 +1,7 @@
-"""Formats the statistics of a step, from `Statistics.described`, as tables of text. The input may be untrusted."""
+"""Formats the statistics of a step, from `Statistics.described`, as tables of text.
+
+The input may be untrusted.
+"""
 
 import math
 from collections.abc import Mapping
@@ -15,20 +18,28 @@ COLUMNS = {
     "bf16": ("→0 bf16", "share of the other entries that bf16 rounds to zero"),
     "fp8": ("→0 fp8", "share of the other entries that FP8 rounds to zero, with one scale"),
     "update": ("update / weight", "rms of the change of a weight, over the rms of the weight"),
-    "gradient rms": ("gradient rms", "root of the mean of the squares of the gradient, before clipping"),
+    "gradient rms": (
+        "gradient rms",
+        "root of the mean of the squares of the gradient, before clipping",
+    ),
     "gradient max": ("gradient max", "largest magnitude in the gradient"),
     "gradient fp8": ("→0 fp8", "share of the entries of the gradient that FP8 rounds to zero"),
 }
 """Column heading and meaning of each statistic."""
 TABLES = {
     "points": ("Saved for the backward pass", ("rms", "max", "zeros", "bf16", "fp8")),
-    "weights": ("Weights", ("rms", "max", "update", "gradient rms", "gradient max", "gradient fp8")),
+    "weights": (
+        "Weights",
+        ("rms", "max", "update", "gradient rms", "gradient max", "gradient fp8"),
+    ),
 }
 _SHARES = ("zeros", "bf16", "fp8")
 
 
 class Table(NamedTuple):
-    """A table: its title, heading and meaning of each column except the first, and rows of texts."""
+    """A table: its title, heading and meaning of each column except the first, and rows of
+    texts.
+    """
 
     title: str
     heads: list[tuple[str, str]]
@@ -36,7 +47,9 @@ class Table(NamedTuple):
 
 
 def tables_of(look: Mapping[str, Any]) -> list[Table]:
-    """The tables for statistics of a step: for each one, the range from the smallest to the largest over layers."""
+    """The tables for statistics of a step: for each one, the range from the smallest to the largest
+    over layers.
+    """
     tables = []
     for kind, (title, names) in TABLES.items():
         given = look.get(kind)
@@ -52,7 +65,10 @@ def _name(entry: Mapping) -> str:
 
 
 def _cell(entry: object, name: str) -> str:
-    """Range of a statistic over layers; `gradient rms` is the rms of the gradient. Empty if there is none."""
+    """Range of a statistic over layers; `gradient rms` is the rms of the gradient.
+
+    Empty if there is none.
+    """
     for key in name.split():
         entry = entry.get(key, []) if isinstance(entry, Mapping) else []
     values = [number(x) for x in (entry if isinstance(entry, list) else [entry])]

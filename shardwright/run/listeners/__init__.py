@@ -1,4 +1,6 @@
-"""Listeners: classes whose methods Run calls around the steps of a run, in the order of its list."""
+"""Listeners: classes whose methods Run calls around the steps of a run, in the order of its
+list.
+"""
 
 from shardwright.run.listeners.checkpoints import Checkpoints
 from shardwright.run.listeners.listener import Ending, Listener, Listeners, Training

@@ -27,13 +27,15 @@ AGAIN_S = 5.0
 
 
 class Checkpoints(Listener):
-    """Saves the state in the background, when it is due or a signal stops the run, and exports checkpoints.
+    """Saves the state in the background, when it is due or a signal stops the run, and exports
+    checkpoints.
 
-    It must be the last listener, so that all log lines of a step are written before its checkpoint is: a run that
-    resumes from the checkpoint does not write them again. A failed save is printed, and the next save is attempted as
-    usual. The last save of a start is waited for and retried. With training.keep_best, a step whose validation loss is
-    the best so far is saved, and replaces the best checkpoint before it once it is complete. An export that an earlier
-    start should have made, but did not, is made when the run begins.
+    It must be the last listener, so that all log lines of a step are written before its checkpoint
+    is: a run that resumes from the checkpoint does not write them again. A failed save is printed,
+    and the next save is attempted as usual. The last save of a start is waited for and retried.
+    With training.keep_best, a step whose validation loss is the best so far is saved, and replaces
+    the best checkpoint before it once it is complete. An export that an earlier start should have
+    made, but did not, is made when the run begins.
 
     Raises:
         FloatingPointError: a value of the state is not finite.
@@ -83,12 +85,15 @@ class Checkpoints(Listener):
             log(f"best       {where}: validation loss {self._best.loss:.4g}")
 
     def close(self) -> None:
-        self._exports.stop()  # after an error: otherwise the process would stay until all of them are made
+        # after an error: otherwise the process would stay until all of them are made
+        self._exports.stop()
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     def _validated_best(self) -> Validated | None:
-        """Returns the validation after this step if it is the best so far of this text; else None."""
+        """Returns the validation after this step if it is the best so far of this text; else
+        None.
+        """
         last = self._validation.last if self._validation else None
         if last is None or last.step != self._run.done or not math.isfinite(last.loss):
             return None
@@ -138,7 +143,8 @@ class Checkpoints(Listener):
             time.sleep(AGAIN_S)
 
     def _held(self) -> list[int]:
-        """Lists the steps of checkpoints to keep besides the latest: those to export, and the best complete one.
+        """Lists the steps of checkpoints to keep besides the latest: those to export, and the best
+        complete one.
 
         After a skipped step, all: its cause may be in the newest checkpoint already.
         """
@@ -149,7 +155,9 @@ class Checkpoints(Listener):
         return [*self._exports.left(), *best[-1:]]
 
     def _has_ended(self, then: str) -> bool:
-        """Waits for the last save. Returns True if it succeeded; otherwise prints the error and what happens `then`.
+        """Waits for the last save.
+
+        Returns True if it succeeded; otherwise prints the error and what happens `then`.
 
         Raises OSError after MAX_FAILED failures in a row.
         """
@@ -159,7 +167,9 @@ class Checkpoints(Listener):
         except OSError as error:
             self._failed += 1
             if self._failed == MAX_FAILED:
-                raise OSError(f"{error} {MAX_FAILED} checkpoints in a row were not saved.") from error
+                raise OSError(
+                    f"{error} {MAX_FAILED} checkpoints in a row were not saved."
+                ) from error
             log(f"WARNING: {error} {then}")
             self._next_best = None
             return False
@@ -168,7 +178,7 @@ class Checkpoints(Listener):
         self._next_best = None
         return True
 
-    # ---- exports --------------------------------------------------------------------------------------------------
+    # ---- exports ---------------------------------------------------------------------------------
 
     def _export_if_missing(self, step: int) -> None:
         run = self._run
@@ -180,4 +190,6 @@ class Checkpoints(Listener):
             self._export(step)
 
     def _export(self, step: int) -> None:
-        self._exports.add(step, f"{self._checkpoints.store.url}/{directory_of(step)}", self._checkpoints.saving)
+        self._exports.add(
+            step, f"{self._checkpoints.store.url}/{directory_of(step)}", self._checkpoints.saving
+        )

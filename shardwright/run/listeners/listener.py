@@ -1,4 +1,6 @@
-"""Defines a listener, whose methods a run calls around its steps, and a list of listeners, called in order."""
+"""Defines a listener, whose methods a run calls around its steps, and a list of listeners, called
+in order.
+"""
 
 import contextlib
 import time
@@ -18,7 +20,8 @@ class Ending(NamedTuple):
     """How this start of a run ends.
 
     Attributes:
-        state: "finished", "stopped" by a signal, "failed", or "paused" until it continues with changed settings.
+        state: "finished", "stopped" by a signal, "failed", or "paused" until it continues with
+            changed settings.
         why: the name of the signal, or the error; empty in the other states.
     """
 
@@ -27,24 +30,36 @@ class Ending(NamedTuple):
 
 
 class Listener:
-    """Base class of listeners. A run calls these methods, in all processes alike. By default they do nothing."""
+    """Base class of listeners. A run calls these methods, in all processes alike.
+
+    By default they do nothing.
+    """
 
     seconds = 0.0
     """Seconds that its work after a step took the last time; 0 if unknown."""
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Measures `seconds`. The work that it measures should be neither compiling nor waiting for the step."""
+        """Measures `seconds`.
+
+        The work that it measures should be neither compiling nor waiting for the step.
+        """
         began = time.monotonic()
         yield
         self.seconds = time.monotonic() - began
 
     def is_due(self) -> bool:
-        """Returns True if there is work after this step. After the last step, all listeners do their work."""
+        """Returns True if there is work after this step.
+
+        After the last step, all listeners do their work.
+        """
         return False
 
     def check(self, run: Training) -> None:
-        """Raises ValueError for a wrong setting. Called before the log opens and moves lines of later steps aside."""
+        """Raises ValueError for a wrong setting.
+
+        Called before the log opens and moves lines of later steps aside.
+        """
 
     def begin(self, run: Training) -> None:
         """Called after the state was restored and the log opened."""
@@ -53,13 +68,22 @@ class Listener:
         """Called before a step is dispatched, with its state and batch."""
 
     def after(self, step: int, state: Any, metrics: Any) -> None:
-        """Called after a step was dispatched, with its results. The next step donates `state`, but not `metrics`."""
+        """Called after a step was dispatched, with its results.
+
+        The next step donates `state`, but not `metrics`.
+        """
 
     def see(self, step: int, values: Mapping[str, Any]) -> None:
-        """Called after the metrics of a step were written. `values` are numbers, or strings for NaN and infinities."""
+        """Called after the metrics of a step were written.
+
+        `values` are numbers, or strings for NaN and infinities.
+        """
 
     def wait(self) -> bool:
-        """Waits for background work, after the last step. Returns False if a signal cut it short."""
+        """Waits for background work, after the last step.
+
+        Returns False if a signal cut it short.
+        """
         return True
 
     def end(self, how: Ending) -> None:
@@ -94,7 +118,9 @@ class Listeners(contextlib.AbstractContextManager):
             self._begun.callback(listener.close)
 
     def end(self, how: Ending) -> None:
-        """Calls `end` of each listener, only once. If one raises an error, the later ones get the state "failed".
+        """Calls `end` of each listener, only once.
+
+        If one raises an error, the later ones get the state "failed".
 
         The first error is raised after all have ended, so that each prints and writes what it has.
         """

@@ -1,4 +1,6 @@
-"""Profiles a few training steps: a trace for Perfetto, idle time between steps, and time per source line."""
+"""Profiles a few training steps: a trace for Perfetto, idle time between steps, and time per source
+line.
+"""
 
 import contextlib
 import shutil
@@ -22,14 +24,16 @@ MODULE = "jit_training_step"
 class Profile(Listener):
     """Traces the third to the sixth step of a start, or the last ones of a shorter one.
 
-    The main loop waits for the devices before the first profiled step and after the last one, when the trace is
-    written. A background thread reads it, adds the event "step_bubble" of the last profiled step (see
-    shardwright/inspect/compiled/trace.py), and maps time to source lines. When `close` returns, the trace is complete
-    at `<directory>/plugins/profile/<date>/perfetto_trace.json.gz`. Only process 0 traces.
+    The main loop waits for the devices before the first profiled step and after the last one, when
+    the trace is written. A background thread reads it, adds the event "step_bubble" of the last
+    profiled step (see shardwright/inspect/compiled/trace.py), and maps time to source lines. When
+    `close` returns, the trace is complete at
+    `<directory>/plugins/profile/<date>/perfetto_trace.json.gz`. Only process 0 traces.
     """
 
     by_line: str | None = None
-    """The slowest source lines, for a terminal, or why they are not known; None before `close`, or without a trace."""
+    """The slowest source lines, for a terminal, or why they are not known; None before `close`, or
+    without a trace."""
 
     def begin(self, run: Training) -> None:
         self._run = run
@@ -61,7 +65,8 @@ class Profile(Listener):
         try:
             with pause("stopping the profiler"):
                 jax.block_until_ready(metrics)
-                # On NVIDIA GPUs, ending a trace unloads CUPTI; a CUDA call of another thread at that moment segfaults.
+                # On NVIDIA GPUs, ending a trace unloads CUPTI; a CUDA call of another thread at
+                # that moment segfaults.
                 self._run.settle()
                 kept = _end_of_trace(self._run.directory)
         except FAILURES as error:
@@ -98,7 +103,9 @@ class Profile(Listener):
         run = self._run
         bubble: dict[str, Any]
         steps = self._last - self._first + 1
-        bubble, self.by_line = examine.read_trace(kept, MODULE, steps, *([run.hlo] if run.hlo else []))
+        bubble, self.by_line = examine.read_trace(
+            kept, MODULE, steps, *([run.hlo] if run.hlo else [])
+        )
         if stops := run.log.noted(self._first, self._last):
             bubble = {"because": f"training paused during these steps for: {', '.join(stops)}"}
         if "because" in bubble:
@@ -112,8 +119,8 @@ class Profile(Listener):
 
 def _options() -> jax.profiler.ProfileOptions:
     options = jax.profiler.ProfileOptions()
-    # No Python frames: their tracer briefly replaces the interpreter's current thread, and another thread that requests
-    # the GIL then segfaults. The tracer also slows the timed steps.
+    # No Python frames: their tracer briefly replaces the interpreter's current thread, and another
+    # thread that requests the GIL then segfaults. The tracer also slows the timed steps.
     options.python_tracer_level = 0
     return options
 

@@ -24,7 +24,9 @@ DRAWN_AFTER = 6
 
 
 class Statistics(Listener):
-    """Logs activation and gradient statistics, the event `microscope`, every training.microscope_interval steps."""
+    """Logs activation and gradient statistics, the event `microscope`, every
+    training.microscope_interval steps.
+    """
 
     def begin(self, run: Training) -> None:
         self._run = run
@@ -35,7 +37,9 @@ class Statistics(Listener):
         interval = run.config.training.microscope_interval
         if interval is None or step % interval:
             return
-        self._collector = self._collector or examine.RunStatistics(run.step, run.placement, run.options)
+        self._collector = self._collector or examine.RunStatistics(
+            run.step, run.placement, run.options
+        )
 
         def collect() -> Any:
             return self._collector.collect(state, batch, np.int32(step), *run.arguments)
@@ -66,7 +70,9 @@ class Skips(Listener):
         run = self._run
         batch = run.batch_of(step)
         words, documents = described_documents(run.loader, batch)
-        text = f"{event} {'at ' * (event == 'spike')}step {step + 1}: {why}; batch {batch}, {words}; "
+        text = (
+            f"{event} {'at ' * (event == 'spike')}step {step + 1}: {why}; batch {batch}, {words}; "
+        )
         more = ", and names what is not finite" * (event == "skipped")
         log(f"{text}{replay_of(run.directory, step + 1)} shows them{more}")
         run.log.add_event(step, event, {"why": why, "batch": batch, "documents": documents})
@@ -105,8 +111,15 @@ class Summary(Listener):
             if validation and validation.last is not None:
                 log(f"validation {validation.last.loss:.3f} nats a token")
             if memory := peak_memory(run.program, self._metrics):
-                of = "of the fullest device" if memory["source"] == "device" else "of a device, by the compiler"
-                log(f"memory     {float(memory['peak_memory_bytes']) / 2**20:,.1f} MiB, the peak {of}")
+                of = (
+                    "of the fullest device"
+                    if memory["source"] == "device"
+                    else "of a device, by the compiler"
+                )
+                log(
+                    f"memory     {float(memory['peak_memory_bytes']) / 2**20:,.1f} MiB, the peak "
+                    f"{of}"
+                )
             log(f"checkpoint {run.checkpoints.store.url}/{run.total:010}")
 
 
@@ -134,7 +147,9 @@ class Picture(Listener):
 
 
 class Report(Listener):
-    """Keeps report.html up to date, and at the end prints its path, or that of metrics.jsonl if there is no page."""
+    """Keeps report.html up to date, and at the end prints its path, or that of metrics.jsonl if
+    there is no page.
+    """
 
     def begin(self, run: Training) -> None:
         self._run = run
@@ -147,7 +162,9 @@ class Report(Listener):
         run = self._run
         if how.state == "paused" or (run.done == run.start and self._is_finished()):
             return
-        run.log.add_event(run.done - 1, "end", {"state": how.state} | ({"why": how.why} if how.why else {}))
+        run.log.add_event(
+            run.done - 1, "end", {"state": how.state} | ({"why": how.why} if how.why else {})
+        )
         if (page := self._page.finish()) or (run.directory / "metrics.jsonl").exists():
             metrics = f"metrics    {run.directory}/metrics.jsonl"
             log(f"report     {page}  (open it in a browser)" if page else metrics)
@@ -156,7 +173,9 @@ class Report(Listener):
         self._page.close()
 
     def _is_finished(self) -> bool:
-        """Returns True if an earlier start logged the end of the run, and on processes other than 0."""
+        """Returns True if an earlier start logged the end of the run, and on processes other
+        than 0.
+        """
         if jax.process_index() != 0:
             return True
         found = end_of(read_records(self._run.directory / "metrics.jsonl"))

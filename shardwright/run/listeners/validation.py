@@ -12,7 +12,8 @@ from shardwright.run.listeners.listener import Listener, Training
 
 
 class Validation(Listener):
-    """Logs the validation loss of the weights, and of their average if one is kept, when training.eval_interval is due.
+    """Logs the validation loss of the weights, and of their average if one is kept, when
+    training.eval_interval is due.
 
     If a validation fails, the event validation_failed has the reason, and training continues.
     """
@@ -34,11 +35,16 @@ class Validation(Listener):
     @functools.cached_property
     def _step(self) -> jax.stages.Compiled:
         """The evaluation step, compiled from the program that was checked."""
-        return self._run.step.other(name="evaluation").lower().compile(compiler_options=self._run.options)
+        return (
+            self._run.step.other(name="evaluation")
+            .lower()
+            .compile(compiler_options=self._run.options)
+        )
 
     def _event(self, weights: Any, average: Any) -> tuple[str, dict[str, Any]]:
         run = self._run
-        alone = () if jax.process_count() > 1 else (RuntimeError,)  # only the others are raised in all processes
+        # only the others are raised in all processes
+        alone = () if jax.process_count() > 1 else (RuntimeError,)
 
         def loss_of(w: Any) -> dict[str, Any]:
             return evaluate(step, w, run.validation, run.config.training.eval_batches)
@@ -51,5 +57,9 @@ class Validation(Listener):
         except (OSError, ValueError, *alone) as error:
             return "validation_failed", {"why": in_a_line(error)}
         self.last = Validated(run.done, found["loss"], found.pop("checksum"))
-        losses = {f"average_{name}": of_average[name] for name in ("loss", "bits_per_byte") if name in of_average}
+        losses = {
+            f"average_{name}": of_average[name]
+            for name in ("loss", "bits_per_byte")
+            if name in of_average
+        }
         return "validation", found | losses

@@ -20,13 +20,22 @@ TEMPLATE = Path(__file__).parent / "template"
 @told_in_a_line
 def main() -> None:
     """Copies the template into a new directory."""
-    parser = argparse.ArgumentParser(prog="shardwright init", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("directory", type=Path, help="a directory that is empty, but for .git, or does not exist")
+    parser = argparse.ArgumentParser(
+        prog="shardwright init", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "directory", type=Path, help="a directory that is empty, but for .git, or does not exist"
+    )
     directory = parser.parse_args().directory
     if not str(directory).isprintable():
-        sys.exit(f"Error: {str(directory)!r} has characters that cannot be printed. Choose another name.")
+        sys.exit(
+            f"Error: {str(directory)!r} has characters that cannot be printed. Choose another name."
+        )
     if directory.exists() and {path.name for path in directory.iterdir()} - {".git"}:
-        sys.exit(f"Error: {directory} is not empty. Give a directory that is empty, but for .git, or does not exist.")
+        sys.exit(
+            f"Error: {directory} is not empty. Give a directory that is empty, but for .git, or "
+            "does not exist."
+        )
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as unfinished:  # removed if the disk is full
         project = Path(unfinished, "project")
@@ -34,7 +43,8 @@ def main() -> None:
             shutil.copytree(TEMPLATE, project, ignore=shutil.ignore_patterns("__pycache__"))
         except shutil.Error as error:
             raise OSError(error.args[0][0][2]) from error
-        (project / "gitignore").rename(project / ".gitignore")  # so named, wheels would leave it out
+        # so named, wheels would leave it out
+        (project / "gitignore").rename(project / ".gitignore")
         for path in project.iterdir():
             path.rename(directory / path.name)
     print(f"{directory}: a project. Its README.md has the next commands:")

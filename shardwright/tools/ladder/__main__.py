@@ -3,8 +3,8 @@
     python -m tools.ladder scales --config-name=local_text optimizer.parametrization=mup \
         'optimizer.base={d_model: 64, n_kv: 1, d_ff: 176}'
 
-`coordinates`, with the same settings, trains models of several widths or depths for a few steps. Exit status 1:
-activations or gradients depend on the size. docs/ladder.md explains the output.
+`coordinates`, with the same settings, trains models of several widths or depths for a few steps.
+Exit status 1: activations or gradients depend on the size. docs/ladder.md explains the output.
 """
 
 import dataclasses

@@ -1,4 +1,6 @@
-"""The coordinate check: trains models of several sizes, and finds values that depend on the size."""
+"""The coordinate check: trains models of several sizes, and finds values that depend on the
+size.
+"""
 
 import dataclasses
 import math
@@ -29,10 +31,12 @@ from shardwright.settings.output import say
 from shardwright.tools.report.screen import print_table
 
 GROWS, SHRINKS = 0.12, -0.6
-"""Slopes between which a value counts as independent of the size. Sums of random signs shrink by 1/√width, -0.5."""
+"""Slopes between which a value counts as independent of the size. Sums of random signs shrink by
+1/√width, -0.5."""
 GROWS_ANYWAY = 0.35
 """In place of GROWS for what grows a little in models with all scales: any value over depth, and
-gradients of weights outside of layers. The last norm's depends on the initial logits of narrow models."""
+gradients of weights outside of layers. The last norm's depends on the initial logits of narrow
+models."""
 LOGITS, GRADIENT = "logits", "gradient of "
 Runs = Sequence[tuple[int, Sequence[float]]]
 """Of one value in several runs: multiple of the base, and what `measure` found at each step."""
@@ -53,17 +57,32 @@ class LadderConfig:
 
 
 def sizes_at(c: Config, axis: str, n: int) -> dict[str, Any]:
-    """The sizes in optimizer.base, its layers (axis depth) or its others times n. Raises ValueError without a base."""
+    """The sizes in optimizer.base, its layers (axis depth) or its others times n.
+
+    Raises ValueError without a base.
+    """
     if not c.optimizer.base:
-        raise ValueError("optimizer.base is missing; give the sizes to multiply: 'optimizer.base={d_model: 64}'.")
+        raise ValueError(
+            "optimizer.base is missing; give the sizes to multiply: 'optimizer.base={d_model: 64}'."
+        )
     sizes = {"layers": c.model.layers, **c.optimizer.base}
-    grows = [k for k, size in sizes.items() if type(size) is int and (k == "layers") == (axis == "depth")]
+    grows = [
+        k for k, size in sizes.items() if type(size) is int and (k == "layers") == (axis == "depth")
+    ]
     return {k: n * v if k in grows else v for k, v in sizes.items()}
 
 
 def ladder_of(c: Config, settings: LadderConfig) -> Iterator[tuple[str, int, Config]]:
-    """The models to train: axis, multiple, and configuration. Raises ValueError without optimizer.base."""
-    constant = {"warmup_steps": 0, "schedule": "constant", "schedule_steps": None, "cooldown_steps": None}
+    """The models to train: axis, multiple, and configuration.
+
+    Raises ValueError without optimizer.base.
+    """
+    constant = {
+        "warmup_steps": 0,
+        "schedule": "constant",
+        "schedule_steps": None,
+        "cooldown_steps": None,
+    }
     optimizer = dataclasses.replace(c.optimizer, **constant)
     for axis, multiples in {"width": settings.widths, "depth": settings.depths}.items():
         for n in multiples:
@@ -71,12 +90,17 @@ def ladder_of(c: Config, settings: LadderConfig) -> Iterator[tuple[str, int, Con
             yield axis, n, dataclasses.replace(c, model=model, optimizer=optimizer)
 
 
-def measure(c: Config, batch: TokenBatch, steps: int, seeds: int) -> Iterator[tuple[str, list[float]]]:
-    """Trains `c` from several seeds on the current mesh, all steps on one batch. Yields numbers for each step.
+def measure(
+    c: Config, batch: TokenBatch, steps: int, seeds: int
+) -> Iterator[tuple[str, list[float]]]:
+    """Trains `c` from several seeds on the current mesh, all steps on one batch.
 
-    Of an activation: the rms of its change since the first step; of logits, the rms of the mean change over positions,
-    in which random parts cancel. Of a weight: the rms of its gradient before clipping, divided by the factor on its
-    epsilon, which is by how much Adam expects it to differ from that of the base.
+    Yields numbers for each step.
+
+    Of an activation: the rms of its change since the first step; of logits, the rms of the mean
+    change over positions, in which random parts cancel. Of a weight: the rms of its gradient before
+    clipping, divided by the factor on its epsilon, which is by how much Adam expects it to differ
+    from that of the base.
     """
     model = load_model(c.model)
     step = trace_step(c, model)
@@ -84,12 +108,17 @@ def measure(c: Config, batch: TokenBatch, steps: int, seeds: int) -> Iterator[tu
     start = step.other(name="start").lower().compile()
     points = saved_points(bare.program, (SAVED, LOGITS_OF_MODEL))
     names = [point.name for point in points]
-    names = [*names[: names.index("checked_logits logits")], LOGITS]  # without those of the loss, which follow
+    # without those of the loss, which follow
+    names = [*names[: names.index("checked_logits logits")], LOGITS]
     paths = [point.paths for point, _ in zip(points, names, strict=False)]
     paths += [(path,) for path in gradient_paths(bare.program, model.table)]
-    updates = jax.tree_util.tree_flatten_with_path(updates_of(c.optimizer, model, step.spec.optimizers))[0]
+    updates = jax.tree_util.tree_flatten_with_path(
+        updates_of(c.optimizer, model, step.spec.optimizers)
+    )[0]
     wanted = {path: [0] for own in paths for path in own}
-    rerun = Rerun(bare.program, wanted, lambda path, i, turns, operands, x, knobs: (x, x.astype(jnp.float32)))
+    rerun = Rerun(
+        bare.program, wanted, lambda path, i, turns, operands, x, knobs: (x, x.astype(jnp.float32))
+    )
 
     @jax.jit
     def run(state, *others):
@@ -120,7 +149,10 @@ def measure(c: Config, batch: TokenBatch, steps: int, seeds: int) -> Iterator[tu
         numbers = np.array(found).T
         yield from ((name, x[1:].tolist()) for name, x in zip(names, numbers, strict=False))
         for (path, update), x in zip(updates, numbers[len(names) :], strict=True):
-            yield GRADIENT + jax.tree_util.keystr(path, simple=True, separator="."), (x / update.epsilon).tolist()
+            yield (
+                GRADIENT + jax.tree_util.keystr(path, simple=True, separator="."),
+                (x / update.epsilon).tolist(),
+            )
 
 
 def limit_of(axis: str, name: str) -> float:
@@ -130,10 +162,13 @@ def limit_of(axis: str, name: str) -> float:
 
 
 def slope_of(runs: Runs, grows: float = GROWS) -> tuple[float, float, str]:
-    """Fits a line of log(number) over log(multiple) at each step. Returns the worst: slope, standard error, verdict.
+    """Fits a line of log(number) over log(multiple) at each step.
 
-    The verdict says whether the value depends on the size of the model, by more than twice the error. It is ZERO if
-    there is no step at which all numbers are above 0, and NOT FINITE if one is infinite or NaN.
+    Returns the worst: slope, standard error, verdict.
+
+    The verdict says whether the value depends on the size of the model, by more than twice the
+    error. It is ZERO if there is no step at which all numbers are above 0, and NOT FINITE if one is
+    infinite or NaN.
     """
     if not np.isfinite([numbers for _, numbers in runs]).all():
         return math.nan, math.nan, "NOT FINITE"
@@ -160,7 +195,8 @@ def check_coordinates(c: Config, settings: LadderConfig) -> None:
     sizes = [len(set(x)) for x in (settings.widths, settings.depths) if x]
     if settings.seeds * min(sizes, default=0) < 3 or 1 in sizes:
         raise ValueError(
-            "ladder has too few runs for a slope with an error; give three widths or depths, or two seeds."
+            "ladder has too few runs for a slope with an error; give three widths or depths, or "
+            "two seeds."
         )
     start_devices(c.distributed, c.hardware)
     found: dict[tuple[str, str], list] = {}
@@ -174,7 +210,10 @@ def check_coordinates(c: Config, settings: LadderConfig) -> None:
             print(f"{axis} × {n}", file=sys.stderr)
     slopes = {of: slope_of(runs, limit_of(*of)) for of, runs in found.items()}
     rows = [(name, axis, *slope) for (axis, name), slope in slopes.items()]
-    shown = [(name, axis, f"{slope:+.2f} ± {error:.2f}", verdict) for name, axis, slope, error, verdict in rows]
+    shown = [
+        (name, axis, f"{slope:+.2f} ± {error:.2f}", verdict)
+        for name, axis, slope, error, verdict in rows
+    ]
     print_table(Console(), ["value", "over", "slope", "verdict"], shown)
     bad = sum(row[-1] != "ok" for row in rows)
     say(f"{bad or 'None'} of {len(rows)} values depend on the size of the model.")

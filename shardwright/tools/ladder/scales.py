@@ -17,7 +17,9 @@ def show_scales(c: Config, _: object = None) -> None:
     begin = initial_table(c.optimizer, model)
     updates = updates_of(c.optimizer, model, load_spec().optimizers)
     rows = []
-    for (path, w), u in zip(jax.tree_util.tree_flatten_with_path(begin)[0], jax.tree.leaves(updates), strict=True):
+    for (path, w), u in zip(
+        jax.tree_util.tree_flatten_with_path(begin)[0], jax.tree.leaves(updates), strict=True
+    ):
         numbers = (f"{x:.4g}" for x in (w.mean, w.std, u.rate, u.epsilon, u.decay))
         rows.append((jax.tree_util.keystr(path, simple=True, separator="."), *numbers, u.algorithm))
     print_table(Console(), ["weight", "mean", "std", "rate", "epsilon", "decay", "update"], rows)

@@ -1,12 +1,15 @@
-"""What a run will cost, before it runs: memory, time, communication, by source line. No devices are used.
+"""What a run will cost, before it runs: memory, time, communication, by source line.
+
+No devices are used.
 
     python -m tools.plan --config-name=c4_h100x64_7b
     python -m tools.plan --config-name=c4_h100x64_7b hardware=v5p plan.devices=128 plan.compare=true
     python -m tools.plan --config-name=c4_h100x64_7b plan.compare=true 'plan.chips=[h100,v5p]'
     python -m tools.plan --config-name=c4_h100x64_7b plan.output=plan.json
 
-Traces the training step of a configuration, as `python -m train` would run it, and computes what a device of that
-hardware does with it. docs/plan.md explains what it shows, and how near it is to measured runs.
+Traces the training step of a configuration, as `python -m train` would run it, and computes what a
+device of that hardware does with it. docs/plan.md explains what it shows, and how near it is to
+measured runs.
 """
 
 import math
@@ -35,9 +38,11 @@ class PlanConfig:
     """The section `plan`."""
 
     compare: bool = False
-    """Compares a handful of meshes, and settings of the fastest one, in place of the plan of the configuration."""
+    """Compares a handful of meshes, and settings of the fastest one, in place of the plan of the
+    configuration."""
     devices: Any = None
-    """Number of devices, where the mesh has a -1. Null: that of the mesh. With compare also several, as [8,64]."""
+    """Number of devices, where the mesh has a -1. Null: that of the mesh. With compare also
+    several, as [8,64]."""
     chips: list[str] = a_path(default_factory=list)
     """With compare, kinds of chips, as [h100,v5p]. Empty: hardware.chip."""
     output: str | None = a_path(None)
@@ -49,19 +54,26 @@ def job(c: Config, settings: PlanConfig) -> None:
     given = settings.devices
     counts: list[Any] = given if isinstance(given, list) and given else [given]
     if wrong := [n for n in counts if n is not None and not (type(n) is int and 1 <= n <= 2**20)]:
-        raise ValueError(f"plan.devices is {wrong[0]}; give a whole number from 1 to {2**20}, or some as [8,64].")
+        raise ValueError(
+            f"plan.devices is {wrong[0]}; give a whole number from 1 to {2**20}, or some as [8,64]."
+        )
     if (settings.chips or len(counts) > 1) and not settings.compare:
         raise ValueError("plan.chips and several devices need plan.compare=true.")
     chip = c.hardware.chip or ""
     if not chip and not settings.chips:
         raise ValueError(
-            "hardware.chip is null: choose hardware=<name, such as h100>, or give hardware.chip=<name, such as l4>."
+            "hardware.chip is null: choose hardware=<name, such as h100>, or give "
+            "hardware.chip=<name, such as l4>."
         )
     if settings.compare:
         if settings.output is not None:
             raise ValueError("plan.output is of one plan: take plan.compare=false.")
         names = settings.chips or [chip]
-        kinds = [(chip_of(name), n or math.prod(mesh_sizes(c, None).values())) for name in names for n in counts]
+        kinds = [
+            (chip_of(name), n or math.prod(mesh_sizes(c, None).values()))
+            for name in names
+            for n in counts
+        ]
         lines, best = compared(c, kinds)
         say("\n".join([*lines, f"Start it: {command_of(c, best)}"]))
         return

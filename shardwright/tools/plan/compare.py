@@ -32,15 +32,21 @@ TRIED = 8
 
 
 def candidates(c: Config, devices: int, chip: Chip) -> list[Settings]:
-    """Meshes worth a plan, each with microbatches that divide the batch. Not all of them divide the model.
+    """Meshes worth a plan, each with microbatches that divide the batch.
 
-    These are the configuration's own mesh, if it has so many devices; without stages, each size of t, with d over the
-    remaining devices or within a group of fast links (r has the groups); with p stages, the smallest and the largest t.
-    The sizes of e and c stay, and so do microbatches, but with stages they are about 4·p.
+    Not all of them divide the model.
+
+    These are the configuration's own mesh, if it has so many devices; without stages, each size of
+    t, with d over the remaining devices or within a group of fast links (r has the groups); with p
+    stages, the smallest and the largest t. The sizes of e and c stay, and so do microbatches, but
+    with stages they are about 4·p.
     """
     found: list[Settings] = []
     with contextlib.suppress(ValueError):  # its mesh may be of other devices
-        found.append(mesh_settings(mesh_sizes(c, devices)) | {"training.microbatches": c.training.microbatches})
+        found.append(
+            mesh_settings(mesh_sizes(c, devices))
+            | {"training.microbatches": c.training.microbatches}
+        )
     experts, context = max(1, c.mesh.e), max(1, c.mesh.c)
     of_t = [t for t in SHARDS if t <= chip.near and devices % t == 0]
     for p, t in itertools.product(STAGES, of_t):
@@ -68,12 +74,17 @@ def mesh_settings(sizes: dict[str, int]) -> dict[str, int]:
 def plans_of(c: Config, devices: int, chip: Chip) -> list[Change]:
     """Plans of all candidates, and of the best one with one setting changed, the best first.
 
-    Each has the settings that differ from those of the configuration. Raises ValueError if nothing can be planned.
+    Each has the settings that differ from those of the configuration. Raises ValueError if nothing
+    can be planned.
     """
     found: list[Change] = []
     refused = "no mesh divides the batch"
     screen = Console(stderr=True)
-    shown: dict[str, Any] = {"console": screen, "transient": True, "disable": not screen.is_terminal}
+    shown: dict[str, Any] = {
+        "console": screen,
+        "transient": True,
+        "disable": not screen.is_terminal,
+    }
     own = {axis: getattr(c.mesh, axis) for axis in AXES}
     for settings in track(candidates(c, devices, chip), f"{devices} x {chip.name}", **shown):
         settings = differing(c, settings)
@@ -102,7 +113,8 @@ def _rank(change: Change) -> tuple[int, float]:
 
 
 def compared(c: Config, kinds: Sequence[tuple[Chip, int]]) -> tuple[list[str], Change]:
-    """Plans each number of chips of a kind: a table of at most 80 columns, the fastest first, and the fastest.
+    """Plans each number of chips of a kind: a table of at most 80 columns, the fastest first, and
+    the fastest.
 
     With several kinds, the table has the fastest of each. Raises ValueError if nothing fits.
     """
@@ -122,8 +134,8 @@ def compared(c: Config, kinds: Sequence[tuple[Chip, int]]) -> tuple[list[str], C
     if not best.fits:
         need = f"{in_bytes(best.step.peak)} of {in_bytes(best.chip.memory_bytes)}"
         raise ValueError(
-            f"nothing fits: {str(found[0]) or 'this mesh'} on {named} needs least, {need}. Take more devices, or a "
-            "smaller training.batch_size."
+            f"nothing fits: {str(found[0]) or 'this mesh'} on {named} needs least, {need}. Take "
+            f"more devices, or a smaller training.batch_size."
         )
     words, share = next(iter(best.limits.items()))
     answer = f"Fastest: {named}. {share:.0%} of its step is {words}."
@@ -136,7 +148,9 @@ def _table(found: Sequence[Change]) -> list[str]:
         plan = change.plan
         mesh = " ".join(f"{axis}{n}" for axis, n in plan.step.mesh.items() if n > 1)
         cost = "unknown" if plan.dollars is None or not plan.steps else f"${plan.dollars:,.0f}"
-        words = [word.partition(".")[2] for word in str(change).split() if not word.startswith("mesh.")]
+        words = [
+            word.partition(".")[2] for word in str(change).split() if not word.startswith("mesh.")
+        ]
         rows.append(
             (
                 f"{plan.step.devices:>5} {plan.chip.name}",

@@ -51,7 +51,10 @@ def documents_of(session: Session, batch: TokenBatch) -> list[Document]:
         pieces = session.loader.pieces(session.number)
     except ValueError:  # a stream
         return _by_starts(batch)
-    return [Document(**vars(x), ids=batch.targets[x.sequence, x.position : x.position + x.length]) for x in pieces]
+    return [
+        Document(**vars(x), ids=batch.targets[x.sequence, x.position : x.position + x.length])
+        for x in pieces
+    ]
 
 
 def _by_starts(batch: TokenBatch) -> list[Document]:
@@ -75,7 +78,8 @@ def tokenizer_of(session: Session) -> Tokenizer:
 
 
 def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
-    """Returns the loss of each target in nats, f32[sequences, seq_len], by the forward pass of training.
+    """Returns the loss of each target in nats, f32[sequences, seq_len], by the forward pass of
+    training.
 
     With pipeline stages, it runs on the mesh without them.
     """
@@ -85,7 +89,9 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
     forward = Forward(model, c.training, spec.attention, in_training=True)
 
     @typed_shard_map
-    def per_device(w: Of[Weights], batch: Of[spec.Batch], seeds: u32["m B/r/d"] | None) -> f32["m B/r/d L"]:
+    def per_device(
+        w: Of[Weights], batch: Of[spec.Batch], seeds: u32["m B/r/d"] | None
+    ) -> f32["m B/r/d L"]:
         copies = forward.gatherable(w)
 
         def of_microbatch(_, part):
@@ -97,7 +103,11 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
     @functools.partial(jax.jit, compiler_options=session.options)
     def losses(w: object, batch: Any, step: Any):
         key = jax.random.fold_in(jax.random.key(c.training.seed), step)  # as in the training step
-        seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
+        seeds = (
+            jax.random.bits(key, batch.targets.shape[:2])
+            if getattr(c.model, "dropout", 0)
+            else None
+        )
         with compute_scope(c.training.compute_dtype):
             return jax.reshard(per_device(w, batch, seeds), PartitionSpec())
 
@@ -110,11 +120,15 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
 
 
 def with_losses(documents: list[Document], losses: np.ndarray, mask: np.ndarray) -> list[Document]:
-    """Returns the documents with their losses, highest first, without those that have no targets that count."""
+    """Returns the documents with their losses, highest first, without those that have no targets
+    that count.
+    """
     scored = []
     for document in documents:
         counts = mask[document.sequence, document.span]
         if counts.any():
             of = losses[document.sequence, document.span][counts]
             scored.append(dataclasses.replace(document, loss=float(np.mean(of, dtype=np.float64))))
-    return sorted(scored, key=lambda document: -document.loss if np.isfinite(document.loss) else -np.inf)
+    return sorted(
+        scored, key=lambda document: -document.loss if np.isfinite(document.loss) else -np.inf
+    )

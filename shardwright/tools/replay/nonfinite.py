@@ -17,7 +17,9 @@ METRICS = 2
 
 
 def in_state(state: Any) -> Iterator[str]:
-    """Describes each array of a state (without stages) that is not finite: its name, layer and entry."""
+    """Describes each array of a state (without stages) that is not finite: its name, layer and
+    entry.
+    """
     for name, x in named_leaves(state).items():
         bad = ~np.isfinite(np.asarray(x))
         if not bad.any():
@@ -25,12 +27,20 @@ def in_state(state: Any) -> Iterator[str]:
         first = np.argwhere(bad)[0].tolist()
         kind = "NaN" if np.isnan(np.asarray(x)[tuple(first)]) else "an infinity"
         parts = name.split("/")
-        of_layer = f", layer {first.pop(0)}" if {*parts[:-1]} & {*stacks_of(type(state.weights))} else ""
-        yield f"{name}{of_layer}, entry {first}: {kind} ({int(bad.sum()):,} of {bad.size:,} entries are not finite)"
+        of_layer = (
+            f", layer {first.pop(0)}" if {*parts[:-1]} & {*stacks_of(type(state.weights))} else ""
+        )
+        yield (
+            f"{name}{of_layer}, entry {first}: {kind} ({int(bad.sum()):,} of {bad.size:,} "
+            "entries are not finite)"
+        )
 
 
 class Explainer:
-    """Explains why steps of a session are not finite. With pipeline stages, it runs on the mesh without them."""
+    """Explains why steps of a session are not finite.
+
+    With pipeline stages, it runs on the mesh without them.
+    """
 
     def __init__(self, session: Session):
         self._session = session
@@ -40,7 +50,9 @@ class Explainer:
             self._finder = Finder(self._step.program, session.model.table, len(state) + METRICS)
 
     def explain(self, state: Any, batch: TokenBatch) -> list[str]:
-        """Returns lines on why the step from this state, or its new state, is not finite; none if both are finite."""
+        """Returns lines on why the step from this state, or its new state, is not finite; none if
+        both are finite.
+        """
         step = np.int32(self._session.step)
         if found := list(in_state(self._step.state(state))):
             return [f"before the step, {line}" for line in found]

@@ -77,13 +77,18 @@ class Session:
 
     @property
     def arguments(self) -> tuple:
-        """Arguments of the step after its number. Raises ValueError if its time is unknown, with training.minutes."""
+        """Arguments of the step after its number.
+
+        Raises ValueError if its time is unknown, with training.minutes.
+        """
         if self.config.training.minutes is None:
             return ()
         step = self.step + 1
         elapsed = logged(self._logs.get(step, {}), "elapsed")
         if elapsed is None:
-            raise ValueError(f"metrics.jsonl has no `elapsed` of step {step}, which its learning rate follows.")
+            raise ValueError(
+                f"metrics.jsonl has no `elapsed` of step {step}, which its learning rate follows."
+            )
         return schedule_step(self.config, elapsed)
 
     @property
@@ -95,7 +100,10 @@ class Session:
         return self.loader.load(self.number)
 
     def try_step(self, batch: TokenBatch) -> tuple[Any, Done]:
-        """Returns the state after the step with this batch, and the result. The session doesn't advance."""
+        """Returns the state after the step with this batch, and the result.
+
+        The session doesn't advance.
+        """
         state = jax.tree.map(jnp.copy, self.state)  # the step donates its memory
         if self._program is None:
             if self.traced.mesh.size > 1:  # the mesh may be one that the run was not checked on
@@ -119,27 +127,42 @@ def checkpoints_of(run: str) -> Checkpointer:
 
 
 def before(run: str, checkpoints: Checkpointer, step: int) -> tuple[int, dict[str, Any]]:
-    """Returns the step of the last checkpoint at or before `step` (0: the beginning), and its metadata."""
+    """Returns the step of the last checkpoint at or before `step` (0: the beginning), and its
+    metadata.
+    """
     steps = checkpoints.steps()
     if done := max((done for done in steps if done <= step), default=0):
         return done, checkpoints.metadata(done)
-    first = checkpoints.metadata(min(steps)) if steps else {"config": read_config(Path(run) / "config.yaml")}
-    place = None if steps or Path(run, "checkpoints").exists() else flat(first["config"]).get("paths.checkpoints")
+    first = (
+        checkpoints.metadata(min(steps))
+        if steps
+        else {"config": read_config(Path(run) / "config.yaml")}
+    )
+    place = (
+        None
+        if steps or Path(run, "checkpoints").exists()
+        else flat(first["config"]).get("paths.checkpoints")
+    )
     if place:
         raise ValueError(
-            f"the run's checkpoints are below {place!r}: copy them to {run}/checkpoints, or make that directory, "
-            "empty, to replay from the first step."
+            f"the run's checkpoints are below {place!r}: copy them to {run}/checkpoints, or make "
+            f"that directory, empty, to replay from the first step."
         )
     kept = Path(run) / f"source/{0:010}/provenance.json"  # of its first start
     return 0, first | ({"provenance": read_object(kept, {"source": dict})} if kept.exists() else {})
 
 
 @contextlib.contextmanager
-def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: bool, write: Write) -> Iterator[Session]:
-    """Opens a session at the last checkpoint at or before `step`, or at the beginning of the run. Sets the mesh.
+def opened(
+    run: str, step: int, mesh: StagesChoice, trust: bool, other_source: bool, write: Write
+) -> Iterator[Session]:
+    """Opens a session at the last checkpoint at or before `step`, or at the beginning of the run.
+
+    Sets the mesh.
 
     Raises:
-        ValueError: there is no such run or checkpoint, the source differs, data is missing, or something is untrusted.
+        ValueError: there is no such run or checkpoint, the source differs, data is missing, or
+            something is untrusted.
         Damaged: the checkpoint is damaged.
     """
     with checkpoints_of(run) as checkpoints:
@@ -149,7 +172,10 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
         if last.exists():  # it has changes and skipped batches that a later start added
             later = read_config(last)
             config["training"]["changes"] = later.get("training", {}).get("changes", [])
-            skips = config["data"].get("skip_steps", []), later.get("data", {}).get("skip_steps", [])
+            skips = (
+                config["data"].get("skip_steps", []),
+                later.get("data", {}).get("skip_steps", []),
+            )
             with contextlib.suppress(ValueError, TypeError):  # from a start that went back further
                 check_skips(*skips, done)
                 config["data"]["skip_steps"] = skips[1]
@@ -158,7 +184,8 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
         source = None if done else c.training.init_from  # read only before the first step
         if source is not None and not trust:
             raise ValueError(
-                f"training.init_from of the run is {source!r}: give trust=true to read its weights, if you trust it."
+                f"training.init_from of the run is {source!r}: give trust=true to read its "
+                "weights, if you trust it."
             )
         on = mesh_for(mesh, c)
         with jax.set_mesh(on):
@@ -179,10 +206,14 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
 
 
 def metrics_of(run: str) -> dict[int, dict[str, Any]]:
-    """Reads the metrics of each step, numbered from 1, from a run's metrics.jsonl; empty if there is none."""
+    """Reads the metrics of each step, numbered from 1, from a run's metrics.jsonl; empty if there
+    is none.
+    """
     path = Path(run) / "metrics.jsonl"
     records = read_records(path) if path.exists() else ()
-    return {record["step"]: record for record in records if record is not None and "event" not in record}
+    return {
+        record["step"]: record for record in records if record is not None and "event" not in record
+    }
 
 
 def logged(record: Mapping[str, Any], name: str) -> np.float32 | None:

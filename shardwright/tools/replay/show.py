@@ -17,15 +17,28 @@ MOST, CHARACTERS = 10, 160
 """Maximal number of documents to show, and of characters of each."""
 
 
-def documents(console: Console, title: str, documents: Sequence[Document], tokenizer: Tokenizer) -> None:
+def documents(
+    console: Console, title: str, documents: Sequence[Document], tokenizer: Tokenizer
+) -> None:
     """Prints the first documents: their losses and their texts."""
     rows = []
     for x in documents[:MOST]:
         # A token is nearly always at least one character.
         text = one_line(tokenizer.decode(x.ids[: CHARACTERS + 8].tolist()), CHARACTERS)
-        rows.append((f"{x.loss:.4f}", len(x.ids), x.name, f"{x.start:,}", f"{x.sequence}:{x.position}", text))
+        rows.append(
+            (
+                f"{x.loss:.4f}",
+                len(x.ids),
+                x.name,
+                f"{x.start:,}",
+                f"{x.sequence}:{x.position}",
+                text,
+            )
+        )
     left = f", {len(documents) - MOST} more are in `out`" * (len(documents) > MOST)
-    print_table(console, ("loss", "tokens", "document", "from", "sequence", "text"), rows, title + left)
+    print_table(
+        console, ("loss", "tokens", "document", "from", "sequence", "text"), rows, title + left
+    )
 
 
 def for_json(x: Any) -> float | str:
@@ -35,5 +48,8 @@ def for_json(x: Any) -> float | str:
 
 def described(document: Document) -> dict[str, Any]:
     """Returns a document for JSON."""
-    found = dataclasses.asdict(document) | {"loss": for_json(document.loss), "ids": document.ids.tolist()}
+    found = dataclasses.asdict(document) | {
+        "loss": for_json(document.loss),
+        "ids": document.ids.tolist(),
+    }
     return found | {"tokens": found.pop("length")}

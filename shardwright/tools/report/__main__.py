@@ -1,4 +1,5 @@
-"""Reports on a run, or compares several: a table on the terminal, and a page with plots, samples, settings, provenance.
+"""Reports on a run, or compares several: a table on the terminal, and a page with plots, samples,
+settings, provenance.
 
     python -m tools.report run=runs/<run>
     python -m tools.report run=runs/<sweep>
@@ -6,8 +7,8 @@
     python -m tools.report run='runs/local_*' output=curves.html
     python -m tools.report run='[runs/base-*,runs/idea-*]'
 
-A run keeps its own page, report.html, up to date while it trains. Runs that are still training, or were killed, are
-shown up to their last step, with a note.
+A run keeps its own page, report.html, up to date while it trains. Runs that are still training, or
+were killed, are shown up to their last step, with a note.
 """
 
 from dataclasses import dataclass
@@ -32,18 +33,20 @@ class Settings:
     """Settings of the program."""
 
     run: Any = a_path(None)
-    """Directories of runs or sweeps, or patterns such as runs/local_*; one, or a list. Two with several runs each are
-    also compared pair by pair, by seed."""
+    """Directories of runs or sweeps, or patterns such as runs/local_*; one, or a list. Two with
+    several runs each are also compared pair by pair, by seed."""
     sort: str | None = None
-    """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, idle, steps, time, wall,
-    compile, or run. Null: loss, or bits/byte if the runs have other tokenizers."""
+    """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, idle, steps,
+    time, wall, compile, or run. Null: loss, or bits/byte if the runs have other tokenizers."""
     output: str | None = a_path(None)
-    """The .html file to write. Null: report.html in the directory of the run, or in the one that all runs are in. An
-    existing file is replaced."""
+    """The .html file to write. Null: report.html in the directory of the run, or in the one that
+    all runs are in. An existing file is replaced."""
 
 
 def side_by_side(columns: list[list[str]], width: int) -> list[list[list[str]]]:
-    """Groups columns of cells into tables of at most `width` letters, with two before each column."""
+    """Groups columns of cells into tables of at most `width` letters, with two before each
+    column.
+    """
     tables = [[]]
     used = 0
     for cells in columns:
@@ -65,7 +68,10 @@ def show(c: Comparison, console: Console) -> None:
         if i:
             print_line(console, "")
         print_table(console, [str(name) for name in head], rows)
-    meanings = {"loss": f"mean of the last steps, at most {AVERAGED}", "time": "of the steps, without start and pauses"}
+    meanings = {
+        "loss": f"mean of the last steps, at most {AVERAGED}",
+        "time": "of the steps, without start and pauses",
+    }
     print_line(console, "")
     for name, meaning in meanings.items():
         if name in c.metrics:
@@ -77,7 +83,11 @@ def show(c: Comparison, console: Console) -> None:
             print_line(console, f"     {note}", "yellow")
     if c.pairs:
         print_line(console, "")
-        for line in c.pairs.lines() if isinstance(c.pairs, Pairs) else [f"Not compared pair by pair: {c.pairs}"]:
+        for line in (
+            c.pairs.lines()
+            if isinstance(c.pairs, Pairs)
+            else [f"Not compared pair by pair: {c.pairs}"]
+        ):
             print_line(console, line)
 
 
@@ -89,8 +99,15 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     """
     console = console or Console()
     patterns = [config.run] if isinstance(config.run, str) else config.run
-    if not isinstance(patterns, list) or not patterns or not all(x and isinstance(x, str) for x in patterns):
-        raise ValueError(f"run is {config.run!r}; give directories or patterns: run=runs/<run>, run=[runs/a,runs/b].")
+    if (
+        not isinstance(patterns, list)
+        or not patterns
+        or not all(x and isinstance(x, str) for x in patterns)
+    ):
+        raise ValueError(
+            f"run is {config.run!r}; give directories or patterns: run=runs/<run>, "
+            "run=[runs/a,runs/b]."
+        )
     if config.output is not None and Path(config.output).suffix != ".html":
         raise ValueError(f"output is {config.output}; its name must end in .html.")
     known = {directory: read_run(directory) for directory in find_runs(patterns)}
@@ -105,7 +122,9 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     try:
         write_whole(output, page(c))
     except OSError as error:
-        raise ValueError(f"{output} cannot be written: {error.strerror}. Give output=<another file>.") from error
+        raise ValueError(
+            f"{output} cannot be written: {error.strerror}. Give output=<another file>."
+        ) from error
     print_line(console, f"\nReport: {output}")
 
 

@@ -1,4 +1,6 @@
-"""Compares runs: finds the settings that differ, computes the columns of the table, sorts the runs."""
+"""Compares runs: finds the settings that differ, computes the columns of the table, sorts the
+runs.
+"""
 
 import math
 import os
@@ -23,14 +25,22 @@ class Metric(NamedTuple):
 
 
 METRICS = {
-    "loss": Metric(min, "{:.3f}".format, "training loss, nats per token, averaged over the last steps"),
+    "loss": Metric(
+        min, "{:.3f}".format, "training loss, nats per token, averaged over the last steps"
+    ),
     "val": Metric(min, "{:.3f}".format, "the last validation loss, nats per token"),
-    "bits/byte": Metric(min, "{:.3f}".format, "the same in bits per byte of text, comparable across tokenizers"),
+    "bits/byte": Metric(
+        min, "{:.3f}".format, "the same in bits per byte of text, comparable across tokenizers"
+    ),
     "tokens/s": Metric(max, in_numbers, "of the median step"),
     "MFU": Metric(
-        max, "{:.1%}".format, "of the median step, counting pairs that attention computes; peak measured or given"
+        max,
+        "{:.1%}".format,
+        "of the median step, counting pairs that attention computes; peak measured or given",
     ),
-    "memory": Metric(min, in_bytes, "peak of the fullest device; ~: of the step alone, predicted by the compiler"),
+    "memory": Metric(
+        min, in_bytes, "peak of the fullest device; ~: of the step alone, predicted by the compiler"
+    ),
     "data": Metric(min, "{:.1%}".format, "share of the time that the loop waits for batches"),
     "idle": Metric(min, "{:.2%}".format, "share of the time that devices do nothing between steps"),
     "steps": Metric(None, "{:,.0f}".format, "done"),
@@ -63,15 +73,22 @@ class Comparison:
 
     @property
     def has_other_tokens(self) -> bool:
-        """True if only bits per byte can be compared, because the tokens that the runs predict have other lengths."""
-        losses = [(run.values.get("val", math.nan), run.values.get("bits/byte", math.nan)) for run in self.runs]
+        """True if only bits per byte can be compared, because the tokens that the runs predict have
+        other lengths.
+        """
+        losses = [
+            (run.values.get("val", math.nan), run.values.get("bits/byte", math.nan))
+            for run in self.runs
+        ]
         if len(losses) < 2 or not all(math.isfinite(nats) and bits > 0 for nats, bits in losses):
             return False
         lengths = [nats / bits for nats, bits in losses]
         return max(lengths) > 1.01 * min(lengths)
 
     def heading(self, name: str) -> str:
-        """Shortens the dotted name of a differing setting to its last part, unless that is a letter or not unique."""
+        """Shortens the dotted name of a differing setting to its last part, unless that is a letter
+        or not unique.
+        """
         if " " in name:  # a file
             return name
         last = name.rpartition(".")[2]
@@ -81,7 +98,9 @@ class Comparison:
     def link(self, run: Run) -> str:
         """Returns the relative URL of the run's own page; empty if it has none."""
         page = run.directory / REPORT
-        return quote(os.path.relpath(page, self.page.parent)) if self.page and page.is_file() else ""
+        return (
+            quote(os.path.relpath(page, self.page.parent)) if self.page and page.is_file() else ""
+        )
 
     def setting(self, run: Run, name: str) -> str:
         """Formats a setting for the table."""
@@ -113,12 +132,17 @@ class Comparison:
 def compare_runs(runs: Sequence[Run], sort: str | None = None) -> Comparison:
     """Finds the settings that differ and sorts the runs: unknown values and NaN last, ties by name.
 
-    Without `sort`, by loss, or by bits/byte if that is what can be compared, which then is the first column.
+    Without `sort`, by loss, or by bits/byte if that is what can be compared, which then is the
+    first column.
 
     Raises:
         ValueError: `sort` is not a column.
     """
-    c = Comparison(list(runs), differing_names(runs), [n for n in METRICS if any(n in run.values for run in runs)])
+    c = Comparison(
+        list(runs),
+        differing_names(runs),
+        [n for n in METRICS if any(n in run.values for run in runs)],
+    )
     if c.has_other_tokens:
         c.metrics.sort(key=lambda name: name != "bits/byte")
     sort = sort or ("bits/byte" if c.has_other_tokens else "loss")

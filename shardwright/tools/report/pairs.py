@@ -1,7 +1,8 @@
 """Compares two groups of runs pair by pair: is the difference of their final losses real?
 
-Two runs form a pair if they have the same seeds, so that what a seed does to the loss cancels: the initial weights and
-the order of the data. The interval is Student's for the mean of the differences, which takes them to be normal.
+Two runs form a pair if they have the same seeds, so that what a seed does to the loss cancels: the
+initial weights and the order of the data. The interval is Student's for the mean of the
+differences, which takes them to be normal.
 """
 
 import math
@@ -14,8 +15,8 @@ from shardwright.settings.output import listed
 from shardwright.tools.report.reading import SEEDS, Run, differing_names
 
 CONFIDENCE = 0.99
-"""Of the interval. Of 20 comparisons of a thing with itself, more than one raises a false alarm in 2 of 100 cases; at
-0.95 it would be 26 of 100."""
+"""Of the interval. Of 20 comparisons of a thing with itself, more than one raises a false alarm in
+2 of 100 cases; at 0.95 it would be 26 of 100."""
 POWER = 0.8
 """Probability with which the number of pairs that is said to be needed finds the difference."""
 MOST_PAIRS = 1000
@@ -29,12 +30,15 @@ def interval(differences: np.ndarray) -> tuple[float, float]:
     from scipy import stats  # a page of a single run does not wait for it
 
     pairs = len(differences)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, pairs - 1) * differences.std(ddof=1) / math.sqrt(pairs))
+    half = float(
+        stats.t.ppf((1 + CONFIDENCE) / 2, pairs - 1) * differences.std(ddof=1) / math.sqrt(pairs)
+    )
     return float(differences.mean()) - half, float(differences.mean()) + half
 
 
 def power(effect: float, deviation: float, pairs: int) -> float:
-    """Probability that the interval of this many pairs excludes 0 on the side of the mean difference.
+    """Probability that the interval of this many pairs excludes 0 on the side of the mean
+    difference.
 
     Args:
         effect: size of the true mean difference, above 0.
@@ -48,8 +52,13 @@ def power(effect: float, deviation: float, pairs: int) -> float:
 
 
 def needed(effect: float, deviation: float) -> int | None:
-    """The smallest number of pairs that finds a mean difference with probability POWER; None above MOST_PAIRS."""
-    return next((n for n in range(2, MOST_PAIRS + 1) if effect and power(effect, deviation, n) >= POWER), None)
+    """The smallest number of pairs that finds a mean difference with probability POWER; None above
+    MOST_PAIRS.
+    """
+    return next(
+        (n for n in range(2, MOST_PAIRS + 1) if effect and power(effect, deviation, n) >= POWER),
+        None,
+    )
 
 
 @dataclass
@@ -85,16 +94,30 @@ class Pairs:
         ]
         if low <= 0 <= high and deviation:
             more = needed(abs(mean), deviation)
-            took = f"{more} pairs, {max(0, more - pairs)} more" if more else f"over {MOST_PAIRS} pairs"
+            took = (
+                f"{more} pairs, {max(0, more - pairs)} more" if more else f"over {MOST_PAIRS} pairs"
+            )
             found.append(f"  A difference as small as {abs(mean):.4f} takes {took}.")
         differ = {name for pair in self.runs for name in differing_names(pair)}
-        found.append(f"  They differ in {listed(sorted(differ))}." if differ else "  They have the same settings.")
+        found.append(
+            f"  They differ in {listed(sorted(differ))}."
+            if differ
+            else "  They have the same settings."
+        )
         text = sorted(name for name in differ if name.startswith(TEXT))
-        last = (run.of_event("validation")[-1] for pair in self.runs for run in pair if self.metric == "val")
-        if len({event.get("targets") for event in last}) > 1:  # as with another batch size and few eval_batches
+        last = (
+            run.of_event("validation")[-1]
+            for pair in self.runs
+            for run in pair
+            if self.metric == "val"
+        )
+        if len({event.get("targets") for event in last}) > 1:
+            # as with another batch size and few eval_batches
             text.append("the number of validation tokens")
         if text:
-            found.append(f"  WARNING: losses of different text can't be compared: {listed(text, len(text))}.")
+            found.append(
+                f"  WARNING: losses of different text can't be compared: {listed(text, len(text))}."
+            )
         return [*found, *(f"  {line}" for line in self.left_out)]
 
 
@@ -107,7 +130,9 @@ def shown(seeds: tuple[object, ...]) -> str:
 
 
 def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]) -> Pairs | str:
-    """Pairs the finished runs of two groups by their seeds, or returns why they cannot be paired."""
+    """Pairs the finished runs of two groups by their seeds, or returns why they cannot be
+    paired.
+    """
     left_out, by_seeds = [], []
     for name, runs in zip(names, groups, strict=True):
         found: dict[tuple, Run] = {}
@@ -117,7 +142,9 @@ def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]
                 why = "its loss is not finite" if run.state == "finished" else f"it is {run.state}"
                 left_out.append(f"{run.directory} is left out: {why}.")
             elif (other := found.setdefault(key(run), run)) is not run:
-                return f"{other.directory} and {run.directory} of {name} both have {shown(key(run))}."
+                return (
+                    f"{other.directory} and {run.directory} of {name} both have {shown(key(run))}."
+                )
         by_seeds.append(found)
     first, second = by_seeds
     alone = [
@@ -127,10 +154,17 @@ def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]
     ]
     runs = [(first[k], second[k]) for k in first if k in second]
     if len(runs) < 2:
-        too_few = f"it takes two pairs of finished runs with the same {' and '.join(SEEDS)}; there are {len(runs)}."
+        too_few = (
+            f"it takes two pairs of finished runs with the same {' and '.join(SEEDS)}; there "
+            f"are {len(runs)}."
+        )
         return "\n  ".join([too_few, *left_out, *alone])
     left_out += alone
     every = [run for pair in runs for run in pair]
-    # Steps from the last validation to the end: 0, unless it failed or the run was not validated there.
-    after = {run.step[-1] - run.of_event("validation")[-1]["step"] if "val" in run.values else None for run in every}
+    # Steps from the last validation to the end: 0, unless it failed or the run was not validated
+    # there.
+    after = {
+        run.step[-1] - run.of_event("validation")[-1]["step"] if "val" in run.values else None
+        for run in every
+    }
     return Pairs(names, "val" if len(after) == 1 and None not in after else "loss", runs, left_out)

@@ -12,14 +12,20 @@ _PLANNED = {"tokens/s": "tokens_per_second", "MFU": "mfu", "memory": "peak_bytes
 
 
 def expected(plan: dict[str, Any], name: str) -> tuple[float, str]:
-    """Returns the predicted value of a metric, NaN if unknown, and the same as text, for speeds with the range."""
+    """Returns the predicted value of a metric, NaN if unknown, and the same as text, for speeds
+    with the range.
+    """
     planned = number(plan.get(_PLANNED.get(name, "")))
     show = METRICS[name].show
     if not math.isfinite(planned):
         return math.nan, ""
-    seconds, low, high = (number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high"))
+    seconds, low, high = (
+        number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high")
+    )
     ranged = name != "memory" and 0 < low <= high < math.inf
-    text = f" ({show(planned * seconds / high)} to {show(planned * seconds / low)})" if ranged else ""
+    text = (
+        f" ({show(planned * seconds / high)} to {show(planned * seconds / low)})" if ranged else ""
+    )
     return planned, show(planned) + text
 
 
@@ -32,12 +38,27 @@ def planned_and_measured(c: Comparison) -> dict[str, Any] | None:
         plan = read_object(path)
     except (OSError, ValueError) as error:
         return {"problems": [str(error)], "plan": {}, "figures": []}
-    planned, low, high = (1000 * number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high"))
+    planned, low, high = (
+        1000 * number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high")
+    )
     now = run.values.get("ms/step", math.nan)
     ms = "{:,.2f} ms".format
-    rows = [("time of a step", planned, f"{ms(planned)} ({ms(low)} to {ms(high)})", ms(now) if now > 0 else "–", now)]
-    rows += [(name, *expected(plan, name), c.metric(run, name), run.values.get(name, math.nan)) for name in _PLANNED]
-    figures = [(name, text, measured, _ratio(value, known)) for name, value, text, measured, known in rows]
+    rows = [
+        (
+            "time of a step",
+            planned,
+            f"{ms(planned)} ({ms(low)} to {ms(high)})",
+            ms(now) if now > 0 else "–",
+            now,
+        )
+    ]
+    rows += [
+        (name, *expected(plan, name), c.metric(run, name), run.values.get(name, math.nan))
+        for name in _PLANNED
+    ]
+    figures = [
+        (name, text, measured, _ratio(value, known)) for name, value, text, measured, known in rows
+    ]
     return {"problems": [], "plan": plan, "figures": figures}
 
 

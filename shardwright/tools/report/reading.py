@@ -17,7 +17,8 @@ from shardwright.program.differences import differing, flat
 from shardwright.program.files import LOCK, OF_A_STEP, end_of, read_config, read_records
 
 Curve = np.ndarray
-"""A number for each step, f64; NaN if unknown. (Importing jaxtyping would take a third of the time of a page.)"""
+"""A number for each step, f64; NaN if unknown. (Importing jaxtyping would take a third of the time
+of a page.)"""
 
 AVERAGED = 50
 """Steps over which losses are averaged, but at most a tenth of the run."""
@@ -30,7 +31,8 @@ PROJECT = ("shardlib", "shardwright")
 
 
 def differing_names(runs: Sequence["Run"]) -> list[str]:
-    """Names of the settings, except paths, and then of the user's own files that differ between runs.
+    """Names of the settings, except paths, and then of the user's own files that differ between
+    runs.
 
     Runs without a configuration or provenance are left out.
     """
@@ -53,17 +55,20 @@ class Run:
     events: list[dict[str, Any]]
     """The lines of metrics.jsonl with an "event", each with a step."""
     metrics: dict[str, np.ndarray]
-    """COMMON_METRICS, the loss in nats per token, then the user's own; the mean of metrics of layers."""
+    """COMMON_METRICS, the loss in nats per token, then the user's own; the mean of metrics of
+    layers."""
     step: Curve
     """Number of steps done with this one."""
     tokens: Curve
     """Tokens seen up to the end of the step."""
     seconds: Curve
-    """Training time up to the end of the step, without the first step of each start, whose time is unknown."""
+    """Training time up to the end of the step, without the first step of each start, whose time is
+    unknown."""
     wall_seconds: float = 0.0
     """From each start to its last line, without what was redone, summed."""
     values: dict[str, float] = field(default_factory=dict)
-    """Figures of the run, by names as in comparing.METRICS, ms/step and tokens; empty if no step was done."""
+    """Figures of the run, by names as in comparing.METRICS, ms/step and tokens; empty if no step
+    was done."""
     state: str = "unknown"
     """running, finished, stopped, failed, broke off (killed), or not begun."""
     why: str = ""
@@ -73,7 +78,9 @@ class Run:
 
     @property
     def source(self) -> dict[str, str]:
-        """Hashes of train.py and of the user's own files, from the provenance; empty without one."""
+        """Hashes of train.py and of the user's own files, from the provenance; empty without
+        one.
+        """
         files = self.about.get("source")
         files = files if isinstance(files, dict) else {}
         return {f"file {name}": f"{x}" for name, x in files.items() if name not in PROJECT}
@@ -101,10 +108,17 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
-        named = [pattern] if os.path.isdir(pattern) else sorted(filter(os.path.isdir, glob.glob(pattern)))
+        named = (
+            [pattern]
+            if os.path.isdir(pattern)
+            else sorted(filter(os.path.isdir, glob.glob(pattern)))
+        )
         runs = [run for directory in named for run in _runs_in(directory)]
         if not runs:
-            raise ValueError(f"run is {pattern!r}, which matches no run. Give directories under runs/, or patterns.")
+            raise ValueError(
+                f"run is {pattern!r}, which matches no run. Give directories under runs/, or "
+                "patterns."
+            )
         found |= dict.fromkeys(runs)
     return list(found)
 
@@ -112,7 +126,9 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
 def _runs_in(top: str) -> Iterator[Path]:
     # Do not follow links, which may form cycles or lead to a run that is found already.
     for directory, inside, files in os.walk(top):
-        inside[:] = sorted(name for name in inside if name[0] != "." and not os.path.islink(f"{directory}/{name}"))
+        inside[:] = sorted(
+            name for name in inside if name[0] != "." and not os.path.islink(f"{directory}/{name}")
+        )
         if {"metrics.jsonl", "config.yaml", LOCK} & {*files} or not inside + files:
             inside.clear()
             yield Path(directory)  # may be empty, of a run that left nothing
@@ -128,7 +144,9 @@ def read_run(directory: Path) -> Run:
     seconds = np.where(np.abs(seconds) < 1e9, seconds, np.nan)
     settings = _read_settings(directory, notes)
     starts, about = _read_starts(directory, events)
-    run = Run(directory, settings, starts, about, events, metrics, step, tokens, np.nancumsum(seconds))
+    run = Run(
+        directory, settings, starts, about, events, metrics, step, tokens, np.nancumsum(seconds)
+    )
     run.wall_seconds, run.notes = wall_seconds, notes
     run.state, run.why = _state(run, end)
     if not steps:
@@ -141,14 +159,20 @@ def read_run(directory: Path) -> Run:
     exported = {event["step"] for event in run.of_event("export")}
     if exported:
         notes.append(f"exports: {len(exported)}, the last after step {max(exported)}")
-    if failed := [event for event in run.of_event("export_failed") if event["step"] not in exported]:
+    if failed := [
+        event for event in run.of_event("export_failed") if event["step"] not in exported
+    ]:
         notes.append(
-            f"exports failed: {len(failed)}, the last after step {failed[-1]['step']}: {failed[-1].get('why')}"
+            f"exports failed: {len(failed)}, the last after step {failed[-1]['step']}: "
+            f"{failed[-1].get('why')}"
         )
     if failed := [event["failed"] for event in run.of_event("evals") if "failed" in event]:
         notes.append(f"evaluations of tasks failed: {len(failed)}, the last: {failed[-1]}")
     if (bad := step[_has_loss(steps) & ~np.isfinite(metrics["loss"])]).size:
-        notes.append(f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(bad[0]):,}")
+        notes.append(
+            f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step "
+            f"{int(bad[0]):,}"
+        )
     return run
 
 
@@ -161,7 +185,11 @@ def _values(run: Run, steps: list[dict], seconds: Curve) -> dict[str, float]:
     done, tokens = run.step[-1], run.tokens[-1]
     last = run.metrics["loss"][_has_loss(steps)][-max(1, min(AVERAGED, len(run.step) // 10)) :]
     last = last[np.isfinite(last)] if np.isfinite(last).any() else last
-    found = {"steps": done, "tokens": tokens, "loss": float(np.mean(last)) if last.size else math.nan}
+    found = {
+        "steps": done,
+        "tokens": tokens,
+        "loss": float(np.mean(last)) if last.size else math.nan,
+    }
     if not np.isnan(seconds).all():
         step_seconds = float(np.nanmedian(seconds))
         found |= {"ms/step": 1000 * step_seconds, "time": done * step_seconds}
@@ -177,7 +205,10 @@ def _values(run: Run, steps: list[dict], seconds: Curve) -> dict[str, float]:
         "step_bubble": {"idle": "step_bubble"},
     }
     if compiled := run.of_event("compiled"):
-        found |= {"wall": run.wall_seconds, "compile": sum(number(event.get("seconds")) for event in compiled)}
+        found |= {
+            "wall": run.wall_seconds,
+            "compile": sum(number(event.get("seconds")) for event in compiled),
+        }
     for event in run.events:
         named = of_events.get(event["event"], {})
         found |= {name: number(event[key]) for name, key in named.items() if key in event}
@@ -195,8 +226,12 @@ def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict], Mapping[str, Any] | None, float]:
-    """Returns the lines of steps, in order, those of events, the one of the run's end, and Run.wall_seconds."""
+def _read_metrics(
+    directory: Path, notes: list[str]
+) -> tuple[list[dict], list[dict], Mapping[str, Any] | None, float]:
+    """Returns the lines of steps, in order, those of events, the one of the run's end, and
+    Run.wall_seconds.
+    """
     steps: dict[int, dict] = {}
     events = []
     unreadable = 0
@@ -219,21 +254,37 @@ def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[d
         notes.append(f"{unreadable} unreadable line{'s' * (unreadable > 1)} in metrics.jsonl")
     if not steps:
         notes.append("no step was logged in metrics.jsonl")
-    clock = [(number(x["unix_time"]), x.get("event") == "start") for x in records if x and "unix_time" in x]
-    lengths = (now - before for (before, _), (now, starts) in itertools.pairwise(clock) if not starts)
-    return [steps[step] for step in sorted(steps)], events, end_of(records), sum(x for x in lengths if x > 0)
+    clock = [
+        (number(x["unix_time"]), x.get("event") == "start")
+        for x in records
+        if x and "unix_time" in x
+    ]
+    lengths = (
+        now - before for (before, _), (now, starts) in itertools.pairwise(clock) if not starts
+    )
+    return (
+        [steps[step] for step in sorted(steps)],
+        events,
+        end_of(records),
+        sum(x for x in lengths if x > 0),
+    )
 
 
 def _read_starts(directory: Path, events: list[dict]) -> tuple[list[int], dict[str, Any]]:
     """Steps done before each start, and the provenance of the newest."""
     found = []
-    # A run that went back has directories of later steps, and the clock may have been set back: the log has the order.
-    logged = {event.get("step", -1): i for i, event in enumerate(events) if event["event"] == "start"}
+    # A run that went back has directories of later steps, and the clock may have been set back: the
+    # log has the order.
+    logged = {
+        event.get("step", -1): i for i, event in enumerate(events) if event["event"] == "start"
+    }
     for path in sorted((directory / "source").glob("[0-9]" * 10))[-100:]:
         about = {}
         with contextlib.suppress(OSError, ValueError):
             about = read_object(path / "provenance.json")
-        found.append((logged.get(int(path.name), -1), str(about.get("started", "")), int(path.name), about))
+        found.append(
+            (logged.get(int(path.name), -1), str(about.get("started", "")), int(path.name), about)
+        )
     found.sort(key=lambda start: start[:3])
     return [step for _, _, step, _ in found], found[-1][3] if found else {}
 
@@ -249,15 +300,22 @@ def _curve(steps: list[dict], name: str) -> Curve:
 
 
 def _state(run: Run, end: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Determines the state and the reason. Events that are known later, such as step_bubble, may follow the end."""
+    """Determines the state and the reason.
+
+    Events that are known later, such as step_bubble, may follow the end.
+    """
     if end:
         known = end.get("state") in ("finished", "stopped", "failed")
         return end["state"] if known else "unknown", str(end.get("why", ""))
-    return "running" if _is_locked(run.directory) else "broke off" if len(run.step) else "not begun", ""
+    return "running" if _is_locked(run.directory) else "broke off" if len(
+        run.step
+    ) else "not begun", ""
 
 
 def _is_locked(directory: Path) -> bool:
-    """Returns whether a process uses the directory: a live one of this host, or one of another host."""
+    """Returns whether a process uses the directory: a live one of this host, or one of another
+    host.
+    """
     try:
         who = read_object(directory / LOCK, {"host": str, "pid": int})
         if who["host"] == os.uname().nodename:
@@ -270,8 +328,14 @@ def _is_locked(directory: Path) -> bool:
 
 
 def read_samples(directory: Path) -> list[dict[str, Any]]:
-    """Reads the lines of samples.jsonl, with step, prompt, text and ended; empty if the file cannot be read."""
+    """Reads the lines of samples.jsonl, with step, prompt, text and ended; empty if the file cannot
+    be read.
+    """
     with contextlib.suppress(OSError, ValueError):
         records = filter(None, read_records(directory / "samples.jsonl"))
-        return [x for x in records if isinstance(x.get("prompt"), str) and isinstance(x.get("text"), str)]
+        return [
+            x
+            for x in records
+            if isinstance(x.get("prompt"), str) and isinstance(x.get("text"), str)
+        ]
     return []

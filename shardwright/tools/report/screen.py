@@ -15,8 +15,13 @@ def print_line(console: Console, text: str, style: str = "") -> None:
     console.print(Text(shown(text), style=style), soft_wrap=True)
 
 
-def print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
-    """Prints a table without wrapping its lines. All columns but the first and `text` are numeric."""
+def print_table(
+    console: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = ""
+) -> None:
+    """Prints a table without wrapping its lines.
+
+    All columns but the first and `text` are numeric.
+    """
     if title:
         print_line(console, title, "bold")
     lines = [[shown(cell) for cell in row] for row in (columns, *rows)]

@@ -1,7 +1,8 @@
 """Makes the data of the sections of the page, each shown by templates/<name>.html.
 
-To add a section, write a function and a template and add them to SECTIONS. The template gets what the function returns,
-escaped, and shows Panels, which are plots, with `plots(panels)` of plots.html.
+To add a section, write a function and a template and add them to SECTIONS. The template gets what
+the function returns, escaped, and shows Panels, which are plots, with `plots(panels)` of
+plots.html.
 """
 
 import functools
@@ -42,10 +43,14 @@ def head(c: Comparison) -> dict[str, Any]:
         return {"title": f"{len(c.runs)} runs in {c.parent}"}
     done = int(run.values.get("steps", 0))
     total = run.total_steps
-    meanings = {name: METRICS[name].meaning for name in c.metrics if name not in ("wall", "compile")}
+    meanings = {
+        name: METRICS[name].meaning for name in c.metrics if name not in ("wall", "compile")
+    }
     if {"time", "wall"} <= run.values.keys():
         wall, compiling = (c.metric(run, name) for name in ("wall", "compile"))
-        meanings["time"] = f"of the steps, h:mm:ss; {wall} on the clock, {compiling} of it compiling"
+        meanings["time"] = (
+            f"of the steps, h:mm:ss; {wall} on the clock, {compiling} of it compiling"
+        )
     left = (total - done) * run.values.get("ms/step", math.nan) / 1000 if total else math.nan
     return {
         "title": run.directory.absolute().name,
@@ -59,7 +64,7 @@ def head(c: Comparison) -> dict[str, Any]:
     }
 
 
-# ---- sections of several runs ---------------------------------------------------------------------------------------
+# ---- sections of several runs --------------------------------------------------------------------
 
 
 def runs(c: Comparison) -> dict[str, Any] | None:
@@ -71,7 +76,12 @@ def pairs(c: Comparison) -> dict[str, Any] | None:
         return {"why": c.pairs} if c.pairs else None
     seeds = [shown(key(a)) for a, _ in c.pairs.runs]
     rows = list(zip(seeds, c.pairs.runs, c.pairs.differences.tolist(), strict=True))
-    return {"lines": c.pairs.lines(), "rows": rows, "names": c.pairs.names, "metric": c.pairs.metric}
+    return {
+        "lines": c.pairs.lines(),
+        "rows": rows,
+        "names": c.pairs.names,
+        "metric": c.pairs.metric,
+    }
 
 
 def curves(c: Comparison) -> dict[str, Any] | None:
@@ -81,10 +91,12 @@ def curves(c: Comparison) -> dict[str, Any] | None:
     return found | {"runs": runs, "name_of": c.name, "colour": colour} if panels else None
 
 
-# ---- sections of a single run ---------------------------------------------------------------------------------------
+# ---- sections of a single run --------------------------------------------------------------------
 
 
-def of_run(data: Callable[[Run], dict[str, Any] | None]) -> Callable[[Comparison], dict[str, Any] | None]:
+def of_run(
+    data: Callable[[Run], dict[str, Any] | None],
+) -> Callable[[Comparison], dict[str, Any] | None]:
     """Makes a section that only pages of a single run have."""
     return lambda c: data(c.only_run) if c.only_run else None
 
@@ -100,8 +112,21 @@ def microscope(run: Run) -> dict[str, Any] | None:
 
 def events(run: Run) -> dict[str, Any] | None:
     """Lists events such as skipped steps, spikes, changes and restarts."""
-    of_others = ("validation", "memory", "step_bubble", "sample", "microscope", "start", "compiled", "evals")
-    found = [event for event in run.events if event["event"] not in of_others and event.get("state") != "finished"]
+    of_others = (
+        "validation",
+        "memory",
+        "step_bubble",
+        "sample",
+        "microscope",
+        "start",
+        "compiled",
+        "evals",
+    )
+    found = [
+        event
+        for event in run.events
+        if event["event"] not in of_others and event.get("state") != "finished"
+    ]
     found += [{"step": done, "event": "resumed"} for done in run.starts if done]
     found.sort(key=lambda event: event["step"])
     return {"events": found[-_EVENTS:], "left_out": max(0, len(found) - _EVENTS)} if found else None
@@ -115,8 +140,13 @@ def samples(run: Run) -> dict[str, Any] | None:
     prompts = []
     for prompt, of_steps in list(found.items())[:_SAMPLES]:
         chosen = [of_steps[i] for i in evenly(len(of_steps), _SAMPLES)]
-        rows = [(sample["step"], sample["text"][:_LONGEST], sample.get("ended") is True) for sample in chosen]
-        prompts.append({"prompt": prompt[:_LONGEST], "rows": rows, "left_out": len(of_steps) - len(rows)})
+        rows = [
+            (sample["step"], sample["text"][:_LONGEST], sample.get("ended") is True)
+            for sample in chosen
+        ]
+        prompts.append(
+            {"prompt": prompt[:_LONGEST], "rows": rows, "left_out": len(of_steps) - len(rows)}
+        )
     return {"prompts": prompts} if prompts else None
 
 
@@ -125,10 +155,16 @@ def settings(run: Run) -> dict[str, Any]:
     defaults: Any = run.about.get("defaults") if isinstance(run.about.get("defaults"), dict) else {}
     write = functools.partial(json.dumps, ensure_ascii=False, default=str)
     rows = [
-        (name, write(value), write(defaults[name]) if name in defaults else "") for name, value in run.settings.items()
+        (name, write(value), write(defaults[name]) if name in defaults else "")
+        for name, value in run.settings.items()
     ]
     chosen = [row for row in rows if row[1] != row[2]]
-    return {"groups": {"Other than the default": chosen, "Defaults": [row for row in rows if row not in chosen]}}
+    return {
+        "groups": {
+            "Other than the default": chosen,
+            "Defaults": [row for row in rows if row not in chosen],
+        }
+    }
 
 
 def provenance(run: Run) -> dict[str, Any]:

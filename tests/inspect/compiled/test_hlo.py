@@ -9,7 +9,11 @@ pytestmark = pytest.mark.quick
 
 
 def instructions(text):
-    return [i for computation in parse(text).computations.values() for i in computation.instructions.values()]
+    return [
+        i
+        for computation in parse(text).computations.values()
+        for i in computation.instructions.values()
+    ]
 
 
 def test_frames_whose_parent_has_its_own_number():
@@ -37,7 +41,9 @@ custom_call_target="a(b", metadata={op_name="jit(g)/\\"quoted\\""}
     assert parse(text).entry.instructions["x"].shapes == (Shape("f32", (2, 3)),)
 
 
-@pytest.mark.parametrize("text", ["", "no program", "HloModule jit_f\n", TEXT[: TEXT.index("ROOT %result")]])
+@pytest.mark.parametrize(
+    "text", ["", "no program", "HloModule jit_f\n", TEXT[: TEXT.index("ROOT %result")]]
+)
 def test_what_is_no_program_is_refused(text):
     with pytest.raises(ValueError, match=r"HLO"):
         parse(text)
@@ -84,7 +90,7 @@ def test_an_instruction_may_go_over_lines():
     kernel = """%kernel = f32[4,8]{1,0} custom-call(%x.1), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q\\": 1024}"
 }}, metadata={op_name="jit(f)/splash" stack_frame_id=1}
-  %zero ="""  # noqa: E501
+  %zero ="""
     program = parse(TEXT.replace("%zero =", kernel))
     assert program.entry.instructions["kernel"].op_name == "jit(f)/splash"
     assert {*program.entry.instructions} == {*parse(TEXT).entry.instructions, "kernel"}

@@ -25,10 +25,17 @@ def test_a_picture_of_a_text_by_hand():
     svg = draw(table)
     found = texts(svg)
     assert found[0] == "f: the compiled step, by source line"
-    assert found[1] == "4 devices, d=2, t=2. In a step a device sends 960 B; a device multiplies 2.05 kFLOP"
+    assert (
+        found[1]
+        == "4 devices, d=2, t=2. In a step a device sends 960 B; a device multiplies 2.05 kFLOP"
+    )
     chips = ["all-gather t, overlapped: 128 B", "reduce-scatter d: 64 B", "8×8×16 f32: 2.05 kFLOP"]
     assert {"loop in f × 5", "y = x @ w", "along d", "along t", *chips} <= set(found)
-    squares = [x for x in xml.etree.ElementTree.fromstring(svg).iter(f"{SVG}rect") if x.get("width") == "11"]
+    squares = [
+        x
+        for x in xml.etree.ElementTree.fromstring(svg).iter(f"{SVG}rect")
+        if x.get("width") == "11"
+    ]
     legend = {square.get("fill") for square in squares if float(square.get("y")) < 100}
     assert len(legend) == 2 + 1 + 4, "axes, matmul, phases"
     assert {square.get("fill") for square in squares} == legend
@@ -59,9 +66,13 @@ def test_the_picture_of_a_step_with_eight_layers(tmp_path):
     assert width <= 1280
     assert height < 12_000
     assert min(float(text.get("font-size")) for text in root.iter(f"{SVG}text")) >= 11
-    assert {"layers, forward × 8", "layers, backward × 8", "groups of microbatches × 2"} <= set(texts(svg))
+    assert {"layers, forward × 8", "layers, backward × 8", "groups of microbatches × 2"} <= set(
+        texts(svg)
+    )
     of_lines = (rect for rect in root.iter(f"{SVG}rect") if rect.get("stroke") == "#dadce0")
-    placed = [tuple(float(rect.get(key)) for key in ("x", "y", "width", "height")) for rect in of_lines]
+    placed = [
+        tuple(float(rect.get(key)) for key in ("x", "y", "width", "height")) for rect in of_lines
+    ]
     assert len(placed) > 50
     for x, y, w, h in placed:
         assert 0 <= x < x + w <= width

@@ -1,4 +1,6 @@
-"""The compiled step by source line: from texts by hand, against XLA's own figures, and against another reader."""
+"""The compiled step by source line: from texts by hand, against XLA's own figures, and against
+another reader.
+"""
 
 import collections
 import dataclasses
@@ -24,26 +26,41 @@ MESH = {"d": 2, "t": 2}
 
 
 def collectives_of(text):
-    """How often each collective is in a text: line, what, axes, bytes, turns of its loop, whether it is overlapped."""
+    """How often each collective is in a text: line, what, axes, bytes, turns of its loop, whether
+    it is overlapped.
+    """
     rows = table_of(text, MESH).of("collective")
-    found = {(r.line, r.what, " ".join(r.axes), r.size, r.turns, r.overlapped): r.count for r in rows}
+    found = {
+        (r.line, r.what, " ".join(r.axes), r.size, r.turns, r.overlapped): r.count for r in rows
+    }
     return collections.Counter(found)
 
 
 GATHER = ("train.py:10", "all-gather", "t", 128, 1, True)
-OF_TEXT = {GATHER, ("train.py:10", "reduce-scatter", "d", 64, 5, None), ("train.py:10", "all-gather", "d", 64, 5, None)}
+OF_TEXT = {
+    GATHER,
+    ("train.py:10", "reduce-scatter", "d", 64, 5, None),
+    ("train.py:10", "all-gather", "d", 64, 5, None),
+}
 SUM = ("all-reduce", "d t", 2 * 128 * 3 // 4, 1, None)
 
 
 @pytest.mark.quick
 def test_a_text_by_hand():
-    """Of four devices as d=2 t=2: {0,1} is along t, {0,2} along d, and an array of 4 × 8 f32 has 128 bytes."""
+    """Of four devices as d=2 t=2: {0,1} is along t, {0,2} along d, and an array of 4 × 8 f32 has
+    128 bytes.
+    """
     assert collectives_of(TEXT) == dict.fromkeys(OF_TEXT | {("train.py:20", *SUM)}, 1)
     where = {(row.what, row.where): row.total for row in table_of(TEXT, MESH).of("collective")}
     assert where["reduce-scatter", "loop in f"] == 320
     assert ("all-reduce", "outside of loops") in where
     (row,) = table_of(TEXT, MESH).of("matmul")  # in a fusion, and has its own line
-    assert (row.line, row.what, row.dtype, row.total) == ("train.py:20", "8×8×16", "f32", 2 * 8 * 8 * 16)
+    assert (row.line, row.what, row.dtype, row.total) == (
+        "train.py:20",
+        "8×8×16",
+        "f32",
+        2 * 8 * 8 * 16,
+    )
 
 
 GROUPS = {  # how groups of devices are written, and the axes that they are along
@@ -63,9 +80,11 @@ IN_PARTS = """%part{i} (p{i}: f32[4,8]) -> f32[8,8] {{
   ROOT %g{i} = f32[8,8]{{1,0}} all-gather(%p{i}), channel_id=7, replica_groups={{{{0,1}},{{2,3}}}}, dimensions={{0}}, frontend_attributes={{chain_id="{chain}"}}, metadata={{op_name="jit(f)/all_gather" stack_frame_id=2}}
 }}
 
-"""  # noqa: E501
+"""
 PARTS = "".join(IN_PARTS.format(i=i, chain=7 if i < 3 else 8) for i in range(4))
-FUSIONS = "".join(f"  %f{i} = f32[8,8]{{1,0}} fusion(%x.1), kind=kCustom, calls=%part{i}\n" for i in range(4))
+FUSIONS = "".join(
+    f"  %f{i} = f32[8,8]{{1,0}} fusion(%x.1), kind=kCustom, calls=%part{i}\n" for i in range(4)
+)
 SCATTERED = """%scattered (q: f32[4,8]) -> f32[2,8] {
   %q = f32[4,8]{1,0} parameter(0)
   %r = f32[4,8]{1,0} all-reduce(%q), channel_id=7, replica_groups={{0,1},{2,3}}, to_apply=%sum
@@ -86,11 +105,12 @@ CALL = """  %ready = token[] after-all()
   %cs = ((f32[4,8]{1,0}, token[]), f32[8,8]{1,0}) call-start(%x.1, %ready), async_execution_thread="sparsecore", to_apply=%called, metadata={op_name="jit(f)/all_gather" stack_frame_id=2}
   %meanwhile = f32[4,8]{1,0} add(%x.1, %x.1)
   %cd = f32[8,8]{1,0} call-done(%cs)
-"""  # noqa: E501
+"""
 FIRST, ZERO = "%sum (a", "  %zero ="
 DONE = next(line for line in TEXT.splitlines(keepends=True) if "all-gather-done" in line)
 UNNAMED = (', metadata={op_name="jit(f)/psum" stack_frame_id=3}', "")
-EDITS = {  # name: edits of the text, the collectives that it has more, and those that it no longer has
+# name: edits of the text, the collectives that it has more, and those that it no longer has
+EDITS = {
     "without work until its end": (
         [(DONE, ""), (ZERO, f"{DONE}{ZERO}")], {(*GATHER[:-1], False): 1}, {GATHER: 1},
     ),
@@ -108,7 +128,8 @@ EDITS = {  # name: edits of the text, the collectives that it has more, and thos
         {("train.py:10", "collective-permute", "d", 128, 1, True): 1}, {GATHER: 1},
     ),
     "groups of one": ([(OF_T, "replica_groups={{0},{1},{2},{3}}")], {}, {GATHER: 1}),
-    # TPUs begin a gather in one fusion, go on with it in the next ones, which compute, and end it in the last one.
+    # TPUs begin a gather in one fusion, go on with it in the next ones, which compute, and end it
+    # in the last one.
     "in parts": (
         [(FIRST, PARTS + FIRST), (ZERO, FUSIONS + ZERO)], {("train.py:10", "all-gather", "t", 128, 1, None): 2}, {},
     ),
@@ -117,7 +138,8 @@ EDITS = {  # name: edits of the text, the collectives that it has more, and thos
         [UNNAMED, ("add(%a, %b)", 'add(%a, %b), metadata={op_name="add" stack_frame_id=2}')],
         {("train.py:10", *SUM): 1}, {("train.py:20", *SUM): 1},
     ),
-    # In one fusion, as TPUs write it where they pad the operand. A slice by another operation sums all of it.
+    # In one fusion, as TPUs write it where they pad the operand. A slice by another operation sums
+    # all of it.
     "a sum that is sliced": (
         [(FIRST, SCATTERED + FIRST), (ZERO, FUSION + ZERO)],
         {("without a line", "reduce-scatter", "t", 64, 1, None): 1}, {},
@@ -139,7 +161,11 @@ def test_collectives_as_compilers_write_them():
         for old, new in edits:
             assert old in text, name
             text = text.replace(old, new)
-        found[name] = edits, collectives_of(text) - collectives_of(TEXT), collectives_of(TEXT) - collectives_of(text)
+        found[name] = (
+            edits,
+            collectives_of(text) - collectives_of(TEXT),
+            collectives_of(TEXT) - collectives_of(text),
+        )
     assert found == EDITS
 
 
@@ -147,8 +173,8 @@ def test_collectives_as_compilers_write_them():
 @pytest.mark.parametrize(
     "operation",
     [
-        'custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{'
-        '"alpha_real":1,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],'
+        'custom-call(%a, %b), custom_call_target="__cublas$gemm", '
+        'backend_config={"gemm_backend_config":{"alpha_real":1,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],'
         '"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}',
         "convolution(%a, %b), dim_labels=bf_io->bf",
     ],
@@ -167,26 +193,41 @@ ENTRY main {{
 
 
 def test_flops_are_those_of_xlas_cost_analysis():
-    """Of products, and of convolutions: TPUs write those of more dims so. Nor does XLA count what meets padding."""
+    """Of products, and of convolutions: TPUs write those of more dims so.
+
+    Nor does XLA count what meets padding.
+    """
     sizes = dict(zip("xabcd", (3, 16, 32, 48, 64), strict=True))
     programs = []
     for spec in ("ab,bc->ac", "xab,xbc->xac", "abc,cd->abd", "xab,cbx->xac"):
         shapes = [[sizes[dim] for dim in dims] for dims in spec.split("->")[0].split(",")]
         programs.append((functools.partial(jnp.einsum, spec), *shapes))
-    for left, right, *steps in ((0, 0, 1, 1, 1), (3, 3, 1, 1, 1), (3, 1, 2, 1, 1), (2, 2, 1, 3, 1), (4, 5, 2, 3, 2)):
+    for left, right, *steps in (
+        (0, 0, 1, 1, 1),
+        (3, 3, 1, 1, 1),
+        (3, 1, 2, 1, 1),
+        (2, 2, 1, 3, 1),
+        (4, 5, 2, 3, 2),
+    ):
         stride, spread, apart = ((n,) for n in steps)
-        options = {"lhs_dilation": spread, "rhs_dilation": apart, "dimension_numbers": ("NWC", "WIO", "NWC")}
+        options = {
+            "lhs_dilation": spread,
+            "rhs_dilation": apart,
+            "dimension_numbers": ("NWC", "WIO", "NWC"),
+        }
         of_padding = {"window_strides": stride, "padding": [(left, right)], **options}
         convolved = functools.partial(jax.lax.conv_general_dilated, **of_padding)
         programs.append((convolved, (2, 5, 16), (4, 16, 24)))
     for program, *shapes in programs:
         compiled = jax.jit(program).lower(*map(jnp.ones, shapes)).compile()
-        assert (" convolution(" in compiled.as_text()) == (len(shapes[0]) == 3 and shapes[0][1] == 5)
+        assert (" convolution(" in compiled.as_text()) == (
+            len(shapes[0]) == 3 and shapes[0][1] == 5
+        )
         found = sum(row.total for row in table_of(compiled.as_text()).of("matmul"))
         assert found == compiled.cost_analysis()["flops"] > 0, program
 
 
-# ---- the training step ------------------------------------------------------------------------------------------
+# ---- the training step ---------------------------------------------------------------------------
 
 
 @functools.cache
@@ -204,7 +245,8 @@ def test_collectives_are_those_that_another_reader_counts(mesh):
     for row in table.of("collective"):
         where = row.where.removesuffix(", again")
         found[where][row.what] += row.count
-    # The gradients of a layer's nine weights over r: one operation, which the table leaves out where r is 1.
+    # The gradients of a layer's nine weights over r: one operation, which the table leaves out
+    # where r is 1.
     assert counted["backward"].pop("all-reduce") == 9
     assert found["layers, backward"].pop("all-reduce", 0) == mesh.count("r=2")
     assert found["layers, forward"] == counted["forward"]
@@ -230,16 +272,26 @@ def test_each_written_collective_of_a_layer_is_at_its_line():
 
 
 def test_each_gather_of_a_weight_has_its_line_in_the_layer():
-    """The bytes are those of the weight that the line names: each of eight devices has an eighth of it."""
+    """The bytes are those of the weight that the line names: each of eight devices has an eighth of
+    it.
+    """
     _, table = training_step("d=4 t=2")
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         layers = tiny.state(tiny.config()).weights.layers
     arrays = {x.name: getattr(layers, x.name) for x in dataclasses.fields(layers)}
-    held = {name: x.nbytes // tiny.model().layers // 8 for name, x in arrays.items() if x is not None}
+    held = {
+        name: x.nbytes // tiny.model().layers // 8 for name, x in arrays.items() if x is not None
+    }
     lines = Path(step_text.tiny.train.__file__).read_text().splitlines()
-    for what, where in {"all-gather": "layers, forward", "reduce-scatter": "layers, backward"}.items():
+    for what, where in {
+        "all-gather": "layers, forward",
+        "reduce-scatter": "layers, backward",
+    }.items():
         rows = [row for row in table.of("collective") if (row.what, row.where) == (what, where)]
-        named = [(re.search(r", w\.(\w+)\)", lines[int(row.line.partition(":")[2]) - 1]), row) for row in rows]
+        named = [
+            (re.search(r", w\.(\w+)\)", lines[int(row.line.partition(":")[2]) - 1]), row)
+            for row in rows
+        ]
         of_weights = [(match[1], row) for match, row in named if match]
         assert sorted(name for name, _ in of_weights) == sorted(held)
         for name, row in of_weights:
@@ -261,10 +313,14 @@ WHOLE, STAGES = {"r": 2, "d": 2, "t": 2}, {"r": 1, "d": 2, "t": 2, "p": 2}
     ],
 )
 def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatches, gather):
-    """But what stages send to each other, and how they share the loss, which shardwright/program/stages.py has."""
+    """But what stages send to each other, and how they share the loss, which
+    shardwright/program/stages.py has.
+    """
     sizes = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=4, heads=4, bos_id=0)
     c = tiny.config(
-        sizes if model == "gpt2" else tiny.model(layers=4), microbatches=microbatches, gather_weights=gather
+        sizes if model == "gpt2" else tiny.model(layers=4),
+        microbatches=microbatches,
+        gather_weights=gather,
     )
     if model == "llama with muon":
         c.optimizer = tiny.optimizer(algorithm="muon")
@@ -276,11 +332,14 @@ def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatch
     assert set(files) == {
         "train.py",
         *gathers_ahead,
-        *{"gpt2": ["shardwright/models/gpt2.py"], "llama with muon": ["shardwright/optimizers/muon.py"]}.get(model, []),
+        *{
+            "gpt2": ["shardwright/models/gpt2.py"],
+            "llama with muon": ["shardwright/optimizers/muon.py"],
+        }.get(model, []),
     }
 
 
-# ---- the table in a file ------------------------------------------------------------------------------------------
+# ---- the table in a file -------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -295,7 +354,9 @@ def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatch
         ("sections", {"parent": 1}, "out of range"),
     ],
 )
-def test_a_table_is_read_as_it_was_written_and_odd_values_are_refused(tmp_path, part, changes, problem):
+def test_a_table_is_read_as_it_was_written_and_odd_values_are_refused(
+    tmp_path, part, changes, problem
+):
     table, path = table_of(TEXT, MESH), tmp_path / "step.json"
     write_json(path, table.as_data())
     of_operations = {"line_of": table.line_of, "communicating": table.communicating}
@@ -319,7 +380,9 @@ def test_lines_of_files_that_changed_since_are_left_out(tmp_path):
 
 @pytest.mark.quick
 def test_a_line_that_the_compiler_dropped_is_marked():
-    text = TEXT.replace('metadata={op_name="jit(f)/dot_general" stack_frame_id=4}', "metadata={stack_frame_id=3}")
+    text = TEXT.replace(
+        'metadata={op_name="jit(f)/dot_general" stack_frame_id=4}', "metadata={stack_frame_id=3}"
+    )
     (row,) = table_of(text, MESH).of("matmul")
     assert row.line == "~train.py:10"
 

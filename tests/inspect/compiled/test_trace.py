@@ -1,7 +1,8 @@
-"""Times of the devices: from traces made by hand, whose times are known, and from real ones of CPU devices.
+"""Times of the devices: from traces made by hand, whose times are known, and from real ones of CPU
+devices.
 
-Those of GPUs and TPUs have the form in which XLA's profiler writes them (its sources name these planes, lines and
-stats). The last ones are from an H100.
+Those of GPUs and TPUs have the form in which XLA's profiler writes them (its sources name these
+planes, lines and stats). The last ones are from an H100.
 """
 
 import functools
@@ -12,18 +13,25 @@ from pathlib import Path
 import jax
 import pytest
 
-from shardwright.inspect.compiled.trace import devices_of, line_times, read_trace, step_bubble, top_lines
+from shardwright.inspect.compiled.trace import (
+    devices_of,
+    line_times,
+    read_trace,
+    step_bubble,
+    top_lines,
+)
 from tests.support.hlo_texts import TEXT
 from tests.support.step_text import table_of
 from tests.support.traces import trace
 
 STEP = "jit_training_step"
 DATA = Path(__file__).parents[2] / "data/h100"
-# jaxlib's reader of traces makes a type in a way that Python 3.13 warns of; as an error, that would end the process.
+# jaxlib's reader of traces makes a type in a way that Python 3.13 warns of; as an error, that would
+# end the process.
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
 SOURCE = {"train.py:10": "x = gather(x)", "train.py:20": "y = x @ w"}
 
-# ---- between the steps --------------------------------------------------------------------------------------------
+# ---- between the steps ---------------------------------------------------------------------------
 
 
 def bubble(planes, steps):
@@ -31,11 +39,17 @@ def bubble(planes, steps):
 
 
 def gpu(adam_ends, nccl_ends, steps=3):
-    """Steps of 100 µs on two streams, and the beginning of one more; copies, and another program, beside them."""
+    """Steps of 100 µs on two streams, and the beginning of one more; copies, and another program,
+    beside them.
+    """
     of = {"hlo_module": STEP, "hlo_op": "fusion"}
     compute, nccl = [], []
     for at in range(0, 100 * steps, 100):
-        compute += [(at, at + 30, "gemm", of), (at + 30, at + 50, "softmax", of), (at + 50, at + 80, "gemm", of)]
+        compute += [
+            (at, at + 30, "gemm", of),
+            (at + 30, at + 50, "softmax", of),
+            (at + 50, at + 80, "gemm", of),
+        ]
         compute += [(at + 80, at + adam_ends, "adam", {"cuda_graph_id": 3})]  # of a CUDA graph
         nccl += [(at + 60, at + nccl_ends, "ncclDevKernel_AllGather", of)]
     compute += [(100 * steps, 100 * steps + 30, "gemm", of)]
@@ -50,12 +64,15 @@ def gpu(adam_ends, nccl_ends, steps=3):
 
 
 def test_steps_in_gpu_streams():
-    """GPU:0 executes nothing of the step in 98 … 100 and 198 … 200 of 200 µs, GPU:1 from 96 on: 2% and 4%.
+    """GPU:0 executes nothing of the step in 98 … 100 and 198 … 200 of 200 µs, GPU:1 from 96 on: 2%
+    and 4%.
 
     The last kernel is one stream's on GPU:0, the other's on GPU:1.
     """
     host = {"python": [(0, 400, "step", {})]}
-    found = bubble({"/host:CPU": host, "/device:GPU:0": gpu(98, 90), "/device:GPU:1": gpu(90, 96)}, 3)
+    found = bubble(
+        {"/host:CPU": host, "/device:GPU:0": gpu(98, 90), "/device:GPU:1": gpu(90, 96)}, 3
+    )
     assert found["step_bubble"] == pytest.approx(0.03)
     assert found["gap_seconds"] == pytest.approx(3e-6)
     assert found["step_seconds"] == pytest.approx(100e-6)
@@ -64,10 +81,21 @@ def test_steps_in_gpu_streams():
 
 @pytest.mark.parametrize("device", ["/device:TPU:0", "/device:GPU:0"])
 def test_a_line_of_modules(device):
-    """Steps at 0 … 90, 100 … 195 and 200 … 290: 15 of 200 µs. Streams beside it say the same, coarser; not read."""
-    runs = [(0, 90, f"{STEP}(42)", {}), (100, 195, f"{STEP}(42)", {}), (200, 290, f"{STEP}(42)", {})]
+    """Steps at 0 … 90, 100 … 195 and 200 … 290: 15 of 200 µs.
+
+    Streams beside it say the same, coarser; not read.
+    """
+    runs = [
+        (0, 90, f"{STEP}(42)", {}),
+        (100, 195, f"{STEP}(42)", {}),
+        (200, 290, f"{STEP}(42)", {}),
+    ]
     others = [(91, 99, "jit_evaluation_step(7)", {}), (300, 310, f"{STEP}(42)", {})]
-    lines = {"XLA Modules": runs + others, "XLA Ops": [(5, 20, "fusion.1", {})], "Steps": [(0, 100, "0", {})]}
+    lines = {
+        "XLA Modules": runs + others,
+        "XLA Ops": [(5, 20, "fusion.1", {})],
+        "Steps": [(0, 100, "0", {})],
+    }
     idle = {"/device:TPU:1": {"XLA Modules": [(0, 5, "jit_init_state(1)", {})]}}
     found = bubble({device: lines, "/host:CPU": {}} | idle, 3)
     assert found["step_bubble"] == pytest.approx(15 / 200)
@@ -75,13 +103,19 @@ def test_a_line_of_modules(device):
 
 
 def test_steps_of_cpu_devices():
-    """Operations are on any thread; CPU:1's second step begins before its first has ended, which is no gap."""
+    """Operations are on any thread; CPU:1's second step begins before its first has ended, which is
+    no gap.
+    """
 
     def op(device, run):
         return {"hlo_module": STEP, "hlo_op": "dot", "run_id": run, "device_ordinal": device}
 
     threads = {
-        "tf_XLAEigen/1": [(80, 90, "dot", op(0, 9)), (0, 40, "dot", op(0, 7)), (0, 50, "dot", op(1, 7))],
+        "tf_XLAEigen/1": [
+            (80, 90, "dot", op(0, 9)),
+            (0, 40, "dot", op(0, 7)),
+            (0, 50, "dot", op(1, 7)),
+        ],
         "tf_XLAPjRtCpuClient/2": [
             (30, 60, "dot", op(0, 7)),
             (50, 55, "dot", op(0, 7)),
@@ -98,7 +132,11 @@ def test_steps_of_cpu_devices():
     ("planes", "steps", "why"),
     [
         ({}, 2, "the trace has no execution of the step"),
-        ({"/device:TPU:0": {"XLA Modules": [(0, 9, STEP, {})]}}, 2, "the trace shows 1 of 2 steps of /device:TPU:0"),
+        (
+            {"/device:TPU:0": {"XLA Modules": [(0, 9, STEP, {})]}},
+            2,
+            "the trace shows 1 of 2 steps of /device:TPU:0",
+        ),
         ({"/device:GPU:0": gpu(98, 90)}, 5, "the trace shows 0 of 5 steps of /device:GPU:0"),
         ({"/device:GPU:0": gpu(98, 90)}, 1, "a run of one step has nothing between steps"),
     ],
@@ -108,7 +146,7 @@ def test_what_cannot_be_measured_is_not(planes, steps, why):
         bubble(planes, steps)
 
 
-# ---- by source line -----------------------------------------------------------------------------------------------
+# ---- by source line ------------------------------------------------------------------------------
 
 
 def times(planes, text=TEXT):
@@ -128,8 +166,9 @@ def on_cpu(device, *events):
 
 
 def test_lines_of_cpu_devices():
-    """Device 0: a loop of 100 s around collectives of 30 and 20 s, of which a product beside them covers 10 s; the loop
-    itself is no work. Device 1: 50 s of a program's operation without a line."""
+    """Device 0: a loop of 100 s around collectives of 30 and 20 s, of which a product beside them
+    covers 10 s; the loop itself is no work. Device 1: 50 s of a program's operation without a
+    line."""
     second = 1e6
 
     def at(start, end, name):
@@ -137,8 +176,11 @@ def test_lines_of_cpu_devices():
 
     threads = {
         "a": on_cpu(0, at(0, 100, "loop"), at(10, 40, "half"), at(50, 70, "again")),
-        "b": on_cpu(0, at(60, 90, "product"), at(95, 100, "total")) + on_cpu(1, at(0, 50, "unknown")),
-        "python": [(0, 9e6, "$f.py:1 f", {"hlo_module": "jit_f", "hlo_op": "half", "device_ordinal": 0})],
+        "b": on_cpu(0, at(60, 90, "product"), at(95, 100, "total"))
+        + on_cpu(1, at(0, 50, "unknown")),
+        "python": [
+            (0, 9e6, "$f.py:1 f", {"hlo_module": "jit_f", "hlo_op": "half", "device_ordinal": 0})
+        ],
         "other": [(0, 9e6, "half", {"hlo_module": "jit_g", "hlo_op": "half", "device_ordinal": 0})],
     }
     found = times({"/host:CPU": threads})
@@ -165,7 +207,9 @@ def test_lines_in_gpu_streams():
         "Stream #2(NCCL)": [(30, 60, "ncclDevKernel", of("start"))],
         "Stream #3(Compute)": [(10, 35, "gemm", of("product"))],
     }
-    found = times({"/device:GPU:0": lines, "/device:GPU:1": {"Stream #1": []}, "/host:CPU": {"python": []}})
+    found = times(
+        {"/device:GPU:0": lines, "/device:GPU:1": {"Stream #1": []}, "/host:CPU": {"python": []}}
+    )
     assert found["devices"] == 1
     assert by_line(found) == {
         "train.py:20": [65e-6, round(65 / 95, 6), 0, 0],
@@ -174,7 +218,10 @@ def test_lines_in_gpu_streams():
 
 
 def test_a_line_of_operations():
-    """As TPUs have it: an operation is named by its whole instruction. Those outside of the program are others."""
+    """As TPUs have it: an operation is named by its whole instruction.
+
+    Those outside of the program are others.
+    """
     lines = {
         "XLA Modules": [(0, 100, "jit_f(12)", {}), (100, 200, "jit_g(13)", {})],
         "XLA Ops": [(10, 30, "%product = f32[8,16] fusion(%a)", {}), (110, 190, "product", {})],
@@ -186,7 +233,9 @@ def test_a_line_of_operations():
 def test_top_lines_fit_the_terminal():
     rows = [{"line": f"models/a_long_name.py:{i}", "text": "x" * 80, "seconds": 1, "share": 0.05, "collective": i % 2,
              "exposed": 0.012} for i in range(20)]  # fmt: skip
-    lines = top_lines({"devices": 8, "seconds": 1.5, "collective": 0.5, "exposed": 0.25, "lines": rows}).splitlines()
+    lines = top_lines(
+        {"devices": 8, "seconds": 1.5, "collective": 0.5, "exposed": 0.25, "lines": rows}
+    ).splitlines()
     assert len(lines) == 3 + 10
     assert all(len(line) <= 80 for line in lines)
     assert lines[0] == "slowest    source lines, by their share of the time that devices work"
@@ -205,7 +254,9 @@ def test_the_larger_of_two_matmuls_takes_longer(tmp_path):
         return y @ large
 
     key = jax.random.key(0)
-    x, small, large = (jax.random.normal(key, shape) for shape in ((512, 512), (512, 512), (512, 5120)))
+    x, small, large = (
+        jax.random.normal(key, shape) for shape in ((512, 512), (512, 512), (512, 5120))
+    )
     compiled = traced.lower(x, small, large).compile()
     jax.block_until_ready(compiled(x, small, large))
     options = jax.profiler.ProfileOptions()
@@ -221,7 +272,11 @@ def test_the_larger_of_two_matmuls_takes_longer(tmp_path):
     found = read_trace(path, "jit_traced", 5, text)["lines"]
     assert found["seconds"] < 0.99 * of_all["seconds"]
     first = traced.__wrapped__.__code__.co_firstlineno + 2
-    share = {int(row["line"].rpartition(":")[2]): row["share"] for row in found["lines"] if ":" in row["line"]}
+    share = {
+        int(row["line"].rpartition(":")[2]): row["share"]
+        for row in found["lines"]
+        if ":" in row["line"]
+    }
     assert share[first + 1] > 3 * share[first]
     assert sum(row["share"] for row in found["lines"]) == pytest.approx(1)
     assert next(row["text"] for row in found["lines"]) == "return y @ large"
@@ -238,17 +293,22 @@ def test_without_the_text_the_rest_is_read(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-# ---- traces of a real H100 ----------------------------------------------------------------------------------------
+# ---- traces of a real H100 -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def of_h100(tmp_path_factory):
-    """Reads a trace of four steps of first_chip on an H100: with CUDA graphs, as runs are, and without."""
+    """Reads a trace of four steps of first_chip on an H100: with CUDA graphs, as runs are, and
+    without.
+    """
 
     @functools.cache
     def read(name):
         tmp_path = tmp_path_factory.mktemp(name)
-        for kept, path in ((f"{name}.xplane.xz", tmp_path / "x.xplane.pb"), ("step.hlo.xz", tmp_path / "step.txt")):
+        for kept, path in (
+            (f"{name}.xplane.xz", tmp_path / "x.xplane.pb"),
+            ("step.hlo.xz", tmp_path / "step.txt"),
+        ):
             path.write_bytes(lzma.decompress((DATA / kept).read_bytes()))
         found = read_trace(tmp_path / "x.xplane.pb", STEP, 4, tmp_path / "step.txt")
         profile = jax.profiler.ProfileData.from_file(str(tmp_path / "x.xplane.pb"))
@@ -273,7 +333,10 @@ def test_the_lines_of_an_h100(of_h100):
     share = {row["line"]: row["share"] for row in found["lines"]["lines"]}
     total = sum(duration for _, duration in kernels)
     # What cuDNN launches for attention, and the memsets before it.
-    attention = sum(duration for name, duration in kernels if "cudnn" in name or name.startswith("Memset")) / total
+    attention = (
+        sum(duration for name, duration in kernels if "cudnn" in name or name.startswith("Memset"))
+        / total
+    )
     of_file = sum(part for line, part in share.items() if "attention.py" in line)
     assert attention > 0.2
     assert of_file == pytest.approx(attention, abs=0.01)

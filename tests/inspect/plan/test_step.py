@@ -1,4 +1,6 @@
-"""What a plan counts of a step, against the program that XLA compiles of it, and figures computed by hand."""
+"""What a plan counts of a step, against the program that XLA compiles of it, and figures computed
+by hand.
+"""
 
 import collections
 import dataclasses
@@ -62,7 +64,10 @@ def sent(op, mesh):
 def test_a_step_sends_and_multiplies_what_its_compiled_program_does(mesh):
     c = wide(attention="einsum")
     compiled = step_text.compile_config(c, tiny.mesh(mesh))
-    table, step = step_text.table_of(compiled.as_text(), tiny.mesh(mesh).shape), planned(c, SIZES[mesh])
+    table, step = (
+        step_text.table_of(compiled.as_text(), tiny.mesh(mesh).shape),
+        planned(c, SIZES[mesh]),
+    )
     theirs, ours = collections.Counter(), collections.Counter()
     for row in table.of("collective"):
         theirs[row.what] += row.total
@@ -78,7 +83,9 @@ def test_a_step_sends_and_multiplies_what_its_compiled_program_does(mesh):
 
 
 def test_what_no_result_needs_is_left_out():
-    """As a compiler does; of what is written in place, the writes before the last one are needed."""
+    """As a compiler does; of what is written in place, the writes before the last one are
+    needed.
+    """
 
     def f(x, choose):
         jnp.sin(x)
@@ -101,8 +108,13 @@ def test_products_with_the_matrix_of_each_row_are_products():
     def f(x, w, g):
         return jax.lax.ragged_dot(x, w, sizes), jax.lax.ragged_dot_general(x, g, sizes, numbers)
 
-    graph = graph_of(jax.make_jaxpr(f)(jnp.ones((12, 4)), jnp.ones((3, 4, 5)), jnp.ones((12, 5))), {})
-    assert [product_shape(node) for node in graph.nodes if kind_of(node) == "matmul"] == [(1, 12, 4, 5), (1, 4, 12, 5)]
+    graph = graph_of(
+        jax.make_jaxpr(f)(jnp.ones((12, 4)), jnp.ones((3, 4, 5)), jnp.ones((12, 5))), {}
+    )
+    assert [product_shape(node) for node in graph.nodes if kind_of(node) == "matmul"] == [
+        (1, 12, 4, 5),
+        (1, 4, 12, 5),
+    ]
 
 
 def test_what_is_computed_again_is_counted_once():
@@ -122,7 +134,9 @@ def test_what_is_computed_again_is_counted_once():
 
 
 def test_flops_by_hand():
-    """Three products of each weight for a token, nothing again; of attention the causal pairs, its scores twice."""
+    """Three products of each weight for a token, nothing again; of attention the causal pairs, its
+    scores twice.
+    """
     c, m = wide(attention="blockwise", save=None), wide().model
     step = planned(c, (1, 1, 8, 1), "h100")
     layer = m.d_model * m.d_head * m.n_kv * (2 * m.n_q_per_kv + 2) + 3 * m.d_model * m.d_ff
@@ -137,52 +151,85 @@ def test_flops_by_hand():
 
 
 @pytest.mark.parametrize(
-    "attention", ["blockwise", *(pytest.param(x, marks=pytest.mark.long) for x in ("einsum", "ring"))]
+    "attention",
+    ["blockwise", *(pytest.param(x, marks=pytest.mark.long) for x in ("einsum", "ring"))],
 )
 def test_windows_are_counted(attention):
-    """Of two layers one has a window: entries of both masks, in the plan and in model FLOPs, by any path."""
-    sizes = {"vocab": 64, "d_model": 64, "layers": 2, "n_kv": 8, "n_q_per_kv": 2, "d_head": 16, "d_ff": 48}
-    training = {"attention": "blockwise", "context": "ring"} if attention == "ring" else {"attention": attention}
+    """Of two layers one has a window: entries of both masks, in the plan and in model FLOPs, by any
+    path.
+    """
+    sizes = {
+        "vocab": 64,
+        "d_model": 64,
+        "layers": 2,
+        "n_kv": 8,
+        "n_q_per_kv": 2,
+        "d_head": 16,
+        "d_ff": 48,
+    }
+    training = (
+        {"attention": "blockwise", "context": "ring"}
+        if attention == "ring"
+        else {"attention": attention}
+    )
     mesh = dict.fromkeys(AXES, 1) | ({"c": 4, "d": 2} if attention == "ring" else {"d": 8})
-    c = tiny.config(family.ModelConfig(**sizes, window=3, full_every=2), compute_dtype="bf16", save=None, **training)
+    c = tiny.config(
+        family.ModelConfig(**sizes, window=3, full_every=2),
+        compute_dtype="bf16",
+        save=None,
+        **training,
+    )
     plain = tiny.config(family.ModelConfig(**sizes), compute_dtype="bf16", save=None, **training)
     i, j = np.arange(tiny.LENGTH)[:, None], np.arange(tiny.LENGTH)
     full, window = np.sum(j <= i), np.sum((j <= i) & (i - j < 3))
     steps = [planned_step(x, load_model(x.model), mesh, chip_of("h100")) for x in (c, plain)]
-    of_attention = [sum(op.count * op.flops for op in step.ops if op.kind == "attention") for step in steps]
+    of_attention = [
+        sum(op.count * op.flops for op in step.ops if op.kind == "attention") for step in steps
+    ]
     entries = c.model.heads * c.model.d_head
     for flops, pairs in zip(of_attention, (full + window, 2 * full), strict=True):
         per_device = 2 * tiny.BATCH / 8 * entries * pairs * (2 + 5)
         assert flops == (0 if attention == "einsum" else pytest.approx(per_device, rel=1e-6))
     windowed, causal = (step.facts.flops_per_token for step in steps)
-    assert causal - windowed == pytest.approx(12 * entries * (full - window) / tiny.LENGTH, rel=1e-6)
+    assert causal - windowed == pytest.approx(
+        12 * entries * (full - window) / tiny.LENGTH, rel=1e-6
+    )
 
 
 @pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("sizes", [(1, 1, 8, 1), (1, 2, 2, 2)])
 def test_state_is_divided_by_the_axes_that_shard_it(sizes):
     step = planned(tiny.config(), sizes, "h100")
-    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes_of(load_model(tiny.model()).table)))
+    weights = sum(
+        math.prod(x.shape) for x in jax.tree.leaves(shapes_of(load_model(tiny.model()).table))
+    )
     held = sum(array.bytes for array in step.held if array.kind in ("weights", "optimizer"))
     assert held == 3 * 4 * weights / (sizes[2] * sizes[3])
 
 
 @pytest.mark.long
 def test_stages_of_a_pipeline_and_their_bubble():
-    """1F1B of p stages and m microbatches waits (p - 1) of m + p - 1 times, but for the work that stages share."""
+    """1F1B of p stages and m microbatches waits (p - 1) of m + p - 1 times, but for the work that
+    stages share.
+    """
     c = tiny.config(tiny.model(layers=4, d_model=64, d_ff=512), microbatches=8, batch_size=16)
     plan = plan_of(planned(c, (2, 1, 1, 1), "h100"), chip_of("h100"), 10)
     of_stages = sum(row.exposed for row in plan.rows if row.task in ("forward", "backward"))
     assert plan.bubble > 0
     assert plan.bubble / (plan.bubble + of_stages) < 0.5
-    assert {"forward", "backward", "forward_first", "backward_last"} <= {row.task for row in plan.rows}
+    assert {"forward", "backward", "forward_first", "backward_last"} <= {
+        row.task for row in plan.rows
+    }
 
 
 @pytest.mark.parametrize(
-    "schedule", [*(pytest.param(x, marks=pytest.mark.long) for x in SCHEDULES if x != "1f1b"), "1f1b"]
+    "schedule",
+    [*(pytest.param(x, marks=pytest.mark.long) for x in SCHEDULES if x != "1f1b"), "1f1b"],
 )
 def test_each_schedule_computes_the_same(schedule):
-    """The layers' products, and attention, which each device of p does for its own layers; nothing without a phase."""
+    """The layers' products, and attention, which each device of p does for its own layers; nothing
+    without a phase.
+    """
     c = tiny.config(tiny.model(layers=4), microbatches=4, attention="blockwise", save=None)
     c.pipeline.schedule, c.pipeline.virtual_stages = schedule, 2 if schedule == "zb_v" else 1
     m, step = c.model, planned(c, (2, 1, 2, 1), "h100")
@@ -203,7 +250,9 @@ def test_each_schedule_computes_the_same(schedule):
 @pytest.mark.long
 def test_what_is_offloaded_is_in_no_memory_of_the_device():
     """What a layer marks is in the host's memory then. The device keeps the input of each layer."""
-    marked, offload = (planned(wide(save=save), (1, 1, 8, 1), "h100") for save in ("marked", "offload"))
+    marked, offload = (
+        planned(wide(save=save), (1, 1, 8, 1), "h100") for save in ("marked", "offload")
+    )
 
     def saved(step):
         return sum(array.bytes for array in step.held if array.kind == "saved")
@@ -219,13 +268,17 @@ def test_what_a_run_costs_follows_from_a_step():
     plan = plan_of(planned(tiny.config(), (1, 1, 8, 1), "h100"), chip, 1000)
     assert plan.days == pytest.approx(1000 * plan.seconds / 86400)
     assert plan.dollars == pytest.approx(plan.days * 24 * 8 * chip.price_per_hour)
-    assert plan.range == pytest.approx((plan.seconds / (1 + chip.error), plan.seconds * (1 + chip.error)))
+    assert plan.range == pytest.approx(
+        (plan.seconds / (1 + chip.error), plan.seconds * (1 + chip.error))
+    )
     rate = plan.step.facts.flops_per_token * plan.tokens_per_second / 8
     assert plan.mfu == pytest.approx(rate / chip.peak["f32"])  # tiny.config computes in f32
 
 
 def test_messages_slow_what_is_computed_beside_them():
-    """And no step is faster than at the chip's peaks, by hand the sum of what each kernel multiplies or moves."""
+    """And no step is faster than at the chip's peaks, by hand the sum of what each kernel
+    multiplies or moves.
+    """
     step, chip = planned(wide(), (1, 1, 8, 1), "h100"), chip_of("h100")
 
     def of(interference):
@@ -240,7 +293,10 @@ def test_messages_slow_what_is_computed_beside_them():
     done = [op for op in step.ops if op.kind != "collective"]
 
     def peak(op):
-        return max(op.flops / chip.peak_of(op.dtype) * (op.kind != "memory"), op.traffic / chip.memory_bandwidth)
+        return max(
+            op.flops / chip.peak_of(op.dtype) * (op.kind != "memory"),
+            op.traffic / chip.memory_bandwidth,
+        )
 
     assert alone.at_peaks >= sum(op.count * peak(op) for op in done) > 0
     assert alone.at_peaks < alone.range[0] < alone.seconds
@@ -251,7 +307,9 @@ def test_the_host_and_the_devices_work_at_the_same_time():
     chip, step = chip_of("h100"), planned(tiny.config(), (1, 1, 8, 1), "h100")
     devices = plan_of(step, dataclasses.replace(chip, layer_s=0.0), 1).seconds
     host = devices  # as slow as the devices, where the two add most
-    both = plan_of(step, dataclasses.replace(chip, layer_s=host / 3 / step.facts.microbatches), 1).seconds
+    both = plan_of(
+        step, dataclasses.replace(chip, layer_s=host / 3 / step.facts.microbatches), 1
+    ).seconds
     assert both == pytest.approx(2**0.5 * devices)
 
 
@@ -273,12 +331,18 @@ def test_a_mesh_without_its_devices_is_refused():
 
 
 def test_what_is_stacked_twice_is_kept_once():
-    """A kernel keeps its result, and the layer marks it: one array where XLA sees no loop, two where it sees one."""
+    """A kernel keeps its result, and the layer marks it: one array where XLA sees no loop, two
+    where it sees one.
+    """
 
     def loss(ws, x, unroll, twice):
         def layer(x, w):
             kept = checkpoint_name(jnp.tanh(x @ w), SAVED)
-            marked = checkpoint_name(kept.reshape(4, -1, 64), SAVED) if twice else kept.reshape(4, -1, 64)
+            marked = (
+                checkpoint_name(kept.reshape(4, -1, 64), SAVED)
+                if twice
+                else kept.reshape(4, -1, 64)
+            )
             return x + jnp.sin(marked).reshape(x.shape) * jnp.sin(kept), None
 
         layer = jax.checkpoint(layer, policy=KEPT["marked"], prevent_cse=False)
@@ -291,7 +355,12 @@ def test_what_is_stacked_twice_is_kept_once():
             gradient = functools.partial(jax.grad(loss), unroll=unroll, twice=twice)
             graph = graph_of(jax.make_jaxpr(gradient)(ws, x), {})
             ours = sum(size for _, size in peak_of(graph, set(), "cpu"))
-            sizes.append((ours, jax.jit(gradient).lower(ws, x).compile().memory_analysis().temp_size_in_bytes))
+            sizes.append(
+                (
+                    ours,
+                    jax.jit(gradient).lower(ws, x).compile().memory_analysis().temp_size_in_bytes,
+                )
+            )
         (once, of_xla), (twice, twice_of_xla) = sizes
         assert twice - once == twice_of_xla - of_xla == (8 * 512 * 64 * 4 if unroll == 1 else 0)
 
@@ -301,7 +370,9 @@ def test_gradients_of_frozen_weights_are_not_planned():
     c, frozen = wide(), wide()
     frozen.optimizer.groups = [GroupConfig("layers.w_gate", algorithm="frozen")]
     steps = [planned(x, (1, 1, 8, 1), "h100") for x in (c, frozen)]
-    whole, less = (sum(op.count * op.flops for op in step.ops if op.kind == "matmul") for step in steps)
+    whole, less = (
+        sum(op.count * op.flops for op in step.ops if op.kind == "matmul") for step in steps
+    )
     m = c.model
     assert whole - less == 2 * tiny.BATCH * tiny.LENGTH // 8 * m.layers * m.d_model * m.d_ff
 
@@ -316,44 +387,74 @@ def test_masks_of_unrolled_layers_are_one():
 
     shapes = jnp.ones((16, 8, 8)), jnp.ones((512, 8))
     graph = graph_of(jax.make_jaxpr(functools.partial(f, unroll=16))(*shapes), {})
-    assert sum(size for x, size in peak_of(graph, set(), "gpu") if x.shape == (512, 512)) == 4 * 512 * 512
+    assert (
+        sum(size for x, size in peak_of(graph, set(), "gpu") if x.shape == (512, 512))
+        == 4 * 512 * 512
+    )
 
 
 @pytest.mark.long
 def test_a_loop_copies_what_it_keeps_on_gpus():
-    """By hand: each array is read and written once on its way into a stack, and once on its way out."""
+    """By hand: each array is read and written once on its way into a stack, and once on its way
+    out.
+    """
     of = {unroll: planned(tiny.config(unroll=unroll), (1, 1, 8, 1), "h100") for unroll in (1, None)}
     copies = {n: [op for op in step.ops if op.what.startswith("stack")] for n, step in of.items()}
     kept = sum(x.bytes for x in of[1].held if x.kind == "saved")
     assert sum(op.count * op.traffic for op in copies[1]) == 4 * kept
     assert {op.phase for op in copies[1]} == {"forward", "backward"}
     assert not copies[None]
-    assert plan_of(of[None], chip_of("h100"), 1).seconds < plan_of(of[1], chip_of("h100"), 1).seconds
+    assert (
+        plan_of(of[None], chip_of("h100"), 1).seconds < plan_of(of[1], chip_of("h100"), 1).seconds
+    )
     on_tpu = planned(tiny.config(unroll=1), (1, 1, 8, 1), "v5e")
     assert not [op for op in on_tpu.ops if op.what.startswith("stack")]
 
 
 @pytest.mark.long
 def test_products_of_fp8_run_at_its_peak():
-    """Where a chip has one, and never slower than bf16 where they are large; a chip without gains nothing."""
-    large = {"d_model": 4096, "d_ff": 16384, "n_kv": 8, "n_q_per_kv": 4, "d_head": 128, "layers": 2, "vocab": 512}
+    """Where a chip has one, and never slower than bf16 where they are large; a chip without gains
+    nothing.
+    """
+    large = {
+        "d_model": 4096,
+        "d_ff": 16384,
+        "n_kv": 8,
+        "n_q_per_kv": 4,
+        "d_head": 128,
+        "layers": 2,
+        "vocab": 512,
+    }
     of = {"batch_size": 1024, "compute_dtype": "bf16"}
-    steps = [planned(tiny.config(tiny.model(**large), fp8=fp8, **of), (1, 1, 8, 1), "h100") for fp8 in (False, True)]
-    dtypes = [{op.dtype for op in step.ops if op.kind == "matmul" and min(op.shape[1:]) >= 1024} for step in steps]
+    steps = [
+        planned(tiny.config(tiny.model(**large), fp8=fp8, **of), (1, 1, 8, 1), "h100")
+        for fp8 in (False, True)
+    ]
+    dtypes = [
+        {op.dtype for op in step.ops if op.kind == "matmul" and min(op.shape[1:]) >= 1024}
+        for step in steps
+    ]
     assert dtypes == [{"bf16"}, {"fp8"}]
     bf16, fp8 = (plan_of(step, chip_of("h100"), 1).seconds for step in steps)
     assert 0.5 * bf16 < fp8 < 0.95 * bf16
 
 
 def test_a_document_mask_is_read_as_a_bias():
-    """cuDNN takes it as an array of all pairs in the dtype of the queries. JAX before 0.12 has its gradient written."""
+    """cuDNN takes it as an array of all pairs in the dtype of the queries.
+
+    JAX before 0.12 has its gradient written.
+    """
     large = {"d_model": 64, "d_head": 64, "n_kv": 2, "n_q_per_kv": 1}
     of = {"attention": "cudnn", "compute_dtype": "bf16"}
     steps = [
-        planned(tiny.config(tiny.model(**large), document_mask=x, **of), (1, 1, 8, 1), "h100") for x in (False, True)
+        planned(tiny.config(tiny.model(**large), document_mask=x, **of), (1, 1, 8, 1), "h100")
+        for x in (False, True)
     ]
     plain, masked = ([op.traffic for op in step.ops if op.kind == "attention"] for step in steps)
     pairs = tiny.BATCH // 8 * tiny.LENGTH**2
-    more = {"forward": 2 * pairs, "backward": 2 * pairs * (2 if jax.__version_info__ < (0, 12) else 1)}
+    more = {
+        "forward": 2 * pairs,
+        "backward": 2 * pairs * (2 if jax.__version_info__ < (0, 12) else 1),
+    }
     phases = [op.phase for op in steps[0].ops if op.kind == "attention"]
     assert [y - x for x, y in zip(plain, masked, strict=True)] == [more[phase] for phase in phases]

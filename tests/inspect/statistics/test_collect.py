@@ -1,4 +1,6 @@
-"""Statistics of a step: those of NumPy and of a dense model, the same on every mesh, without a trace in the step."""
+"""Statistics of a step: those of NumPy and of a dense model, the same on every mesh, without a
+trace in the step.
+"""
 
 import functools
 
@@ -27,7 +29,7 @@ MESHES = {name: functools.partial(tiny.mesh, name) for name in tiny.MESHES if na
 MESHES["p=2 d=2 t=2"] = lambda: make_mesh(jax.devices(), d=2, t=2, p=2)
 
 
-# ---- statistics -----------------------------------------------------------------------------------------------------
+# ---- statistics ----------------------------------------------------------------------------------
 
 
 def of_numpy(x: np.ndarray, fp8=ml_dtypes.float8_e4m3fn) -> dict[str, float]:
@@ -59,7 +61,9 @@ def test_the_statistics_are_those_of_numpy(of_gradient):
     expected = of_numpy(x, fp8)
     assert 0.1 < expected["fp8"] < 0.9
     assert found == {name: pytest.approx(value, rel=1e-6) for name, value in expected.items()}
-    by_row = finished(np.asarray(sums(jnp.asarray(x), rows=True, of_gradient=of_gradient)).reshape(6, 1, -1))
+    by_row = finished(
+        np.asarray(sums(jnp.asarray(x), rows=True, of_gradient=of_gradient)).reshape(6, 1, -1)
+    )
     for i, row in enumerate(x):
         assert {name: v[i] for name, v in by_row.items()} == {
             name: pytest.approx(value, rel=1e-6) for name, value in of_numpy(row, fp8).items()
@@ -77,7 +81,7 @@ def test_a_block_of_each_device_counts_once():
     assert found == {name: pytest.approx(value, rel=1e-6) for name, value in of_numpy(x).items()}
 
 
-# ---- points ---------------------------------------------------------------------------------------------------------
+# ---- points --------------------------------------------------------------------------------------
 
 
 def config(**changes):
@@ -86,7 +90,9 @@ def config(**changes):
 
 @functools.cache
 def stepped(name: str, **changes):
-    """What the microscope says of a step on a mesh, and the step: state and metrics, all on the host."""
+    """What the microscope says of a step on a mesh, and the step: state and metrics, all on the
+    host.
+    """
     c = config(**changes)
     model = load_model(c.model)
     with jax.set_mesh(MESHES[name]()):
@@ -94,7 +100,11 @@ def stepped(name: str, **changes):
         microscope = RunStatistics(trace_step(c, model), placement_of(c, model), {})
         found = microscope.collect(state, batch, np.int32(3))
         before = jax.device_get(state)
-        return found, before, *jax.device_get(train.make_training_step(c, model)(state, batch, np.int32(3)))
+        return (
+            found,
+            before,
+            *jax.device_get(train.make_training_step(c, model)(state, batch, np.int32(3))),
+        )
 
 
 def named(found: dict, kind: str) -> dict[str, dict]:
@@ -105,7 +115,10 @@ def named(found: dict, kind: str) -> dict[str, dict]:
 def test_points_have_names_and_lines():
     found, *_ = stepped("d=4 t=2")
     points = named(found, "points")
-    layer = [f"Llama.{name}" for name in ("attend v", "attend q", "attend k", "attend attended", "layer x")]
+    layer = [
+        f"Llama.{name}"
+        for name in ("attend v", "attend q", "attend k", "attend attended", "layer x")
+    ]
     layer += [f"Llama.layer {name}" for name in ("gate", "up")]
     assert list(points) == [*layer, "cross_entropy peak", "cross_entropy log_normalizer"]
     assert points["Llama.layer up"]["place"] == f"train.py:{line_of('up = save_for_backward')}"
@@ -131,11 +144,14 @@ def test_points_have_the_statistics_of_a_dense_model():
     points = named(found, "points")
     for i in range(2):
         for name, expected in (("layer gate", gates[i]), ("layer x", norms[2 * i + 1])):
-            both = [of_numpy(half) for half in np.split(expected, 2)]  # FP8 has a scale for each microbatch
+            # FP8 has a scale for each microbatch
+            both = [of_numpy(half) for half in np.split(expected, 2)]
             mean = {key: np.mean([each[key] for each in both]) for key in both[0]}
             mean |= {"max": max(each["max"] for each in both), "rms": of_numpy(expected)["rms"]}
             entry = {key: points[f"Llama.{name}"][key][i] for key in mean}
-            assert entry == {key: pytest.approx(value, rel=1e-4, abs=1e-3) for key, value in mean.items()}
+            assert entry == {
+                key: pytest.approx(value, rel=1e-4, abs=1e-3) for key, value in mean.items()
+            }
 
 
 @pytest.mark.long
@@ -152,15 +168,24 @@ def test_gradients_and_updates_are_those_of_the_step():
             return x if isinstance(x, list) else [x]
 
         for i, (old_row, new_row) in enumerate(rows):
-            of_w = {key: as_list(weights[name][key])[i] for key in ("rms", "max", "zeros", "bf16", "fp8")}
-            assert of_w == {key: pytest.approx(value, rel=1e-5) for key, value in of_numpy(old_row).items()}
+            of_w = {
+                key: as_list(weights[name][key])[i]
+                for key in ("rms", "max", "zeros", "bf16", "fp8")
+            }
+            assert of_w == {
+                key: pytest.approx(value, rel=1e-5) for key, value in of_numpy(old_row).items()
+            }
             update = np.sqrt(np.mean((np.float64(new_row) - old_row) ** 2)) / of_w["rms"]
             assert as_list(weights[name]["update"])[i] == pytest.approx(update, rel=1e-3)
             squares += as_list(weights[name]["gradient"]["rms"])[i] ** 2 * old_row.size
     assert np.sqrt(squares) == pytest.approx(metrics.grad_norm, rel=1e-5)
 
 
-OTHERS = [("p=2 d=2 t=2", {}), ("r=2 d=2 t=2", {}), ("d=4 t=2", {"loss_chunk": 8, "gather_weights": "step"})]
+OTHERS = [
+    ("p=2 d=2 t=2", {}),
+    ("r=2 d=2 t=2", {}),
+    ("d=4 t=2", {"loss_chunk": 8, "gather_weights": "step"}),
+]
 OTHERS += [("d=4 t=2", {"save": "nothing"})]
 
 
@@ -193,7 +218,7 @@ def test_the_layers_of_a_period_are_layers():
     assert len(point.paths) == 2
 
 
-# ---- the step stays as it is ----------------------------------------------------------------------------------------
+# ---- the step stays as it is ---------------------------------------------------------------------
 
 
 MARK = 'checkpoint_name(g, "gradient")'
@@ -212,7 +237,11 @@ def traced(source: str, **changes) -> Step:
 def test_the_marks_leave_no_trace_in_the_program():
     """Of which a checkpoint keeps a hash; and nor does the setting."""
     assert SOURCE.count(MARK) == 1
-    steps = [traced(SOURCE), traced(SOURCE.replace(MARK, "g")), traced(SOURCE, microscope_interval=1)]
+    steps = [
+        traced(SOURCE),
+        traced(SOURCE.replace(MARK, "g")),
+        traced(SOURCE, microscope_interval=1),
+    ]
     assert len({step.hash for step in steps}) == 1
 
 

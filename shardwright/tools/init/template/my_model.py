@@ -1,4 +1,6 @@
-"""The Llama of shardwright's train.py, with an MLP of squared ReLU (arXiv 2109.08668) in place of SwiGLU."""
+"""The Llama of shardwright's train.py, with an MLP of squared ReLU (arXiv 2109.08668) in place of
+SwiGLU.
+"""
 
 import dataclasses
 
@@ -23,7 +25,10 @@ class ModelConfig(settings.ModelConfig):
 
 @pytree_dataclass
 class Layer:
-    """Weights of a layer: inputs -> outputs, sharded as at rest. A layer gathers them over the axes of fsdp."""
+    """Weights of a layer: inputs -> outputs, sharded as at rest.
+
+    A layer gathers them over the axes of fsdp.
+    """
 
     attention_norm: gain["M"]
     w_q: matrix["M/fsdp -> K/t Q D"]
@@ -50,7 +55,9 @@ class Model(Llama):
     Weights = Weights
 
     @typed
-    def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention) -> act["B/b L/c/t M"]:
+    def layer(
+        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
+    ) -> act["B/b L/c/t M"]:
         x = save_for_backward(x + self.attend(x, w, tokens, attention))
         mlp_norm = shardops.all_gather("M/t/fsdp -> M", w.mlp_norm)
         nx = rms_norm(x, mlp_norm, self.config.norm_epsilon)

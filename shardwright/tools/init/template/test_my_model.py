@@ -1,4 +1,6 @@
-"""Checks that the training step computes on each mesh what it computes on one device, and looks at no later token."""
+"""Checks that the training step computes on each mesh what it computes on one device, and looks at
+no later token.
+"""
 
 import pytest
 
