@@ -85,7 +85,8 @@ def jobs_of(
     return found
 
 
-HEADER = f"{'':<12}{'tokens/s':>10}{'median':>10}{'floor':>7}{'peak MiB':>10}{'compile s':>10}{'ratio':>7}"
+COLUMNS = {"tokens/s": 10, "median": 10, "floor": 7, "peak MiB": 10, "compile s": 10, "ratio": 7}
+HEADER = " " * 12 + "".join(f"{name:>{width}}" for name, width in COLUMNS.items())
 
 
 def dtype_of(size: str, platform: str) -> str:

@@ -224,7 +224,7 @@ if TYPE_CHECKING:
 else:
     matrix, embedding, unembedding = map(Declared, ("matrix", "embedding", "unembedding"))
     experts = Declared("matrix", stack="E/e", share="expert_share")
-    """A matrix per expert. A token uses the share `expert_share` of a ModelConfig of the experts."""
+    """A matrix per expert. A token uses a share of the experts, `expert_share` of a ModelConfig."""
     gain = Declared("vector", f32, mean=1.0)
     bias = Declared("vector")
 
