@@ -119,21 +119,12 @@ def test_what_computes_something_else_has_another(plain, name):
 
 
 @pytest.mark.long
-def test_a_loss_of_pairs_has_both_hashes_and_a_reference_that_is_not_there_leaves_one():
-    found = {}
-    for recipe, reason in {"simpo": None, "distillation": "ValueError"}.items():
-        c = tiny.config(tiny.model(module="changed_train"))
-        with module_of(changed(recipe)) as module, jax.set_mesh(tiny.mesh("one device")):
-            found[recipe] = provenance.provenance_of(
-                trace_step(c, load_model(c.model), spec=module.SPEC)
-            )
-        assert found[recipe].get("untraced", "").split(":")[0] == (reason or "")
-    pairs, distilled = found.values()
-    assert pairs["programs"].keys() == BOTH
-    assert distilled["programs"].keys() == {"evaluation"}
-    assert distilled["programs"] == {"evaluation": pairs["programs"]["evaluation"]}, (
-        "which neither recipe changes"
-    )
+def test_a_loss_of_pairs_has_both_hashes():
+    c = tiny.config(tiny.model(module="changed_train"))
+    with module_of(changed("simpo")) as module, jax.set_mesh(tiny.mesh("one device")):
+        found = provenance.provenance_of(trace_step(c, load_model(c.model), spec=module.SPEC))
+    assert "untraced" not in found
+    assert found["programs"].keys() == BOTH
 
 
 def test_other_source_is_said_or_refused(monkeypatch):

@@ -22,7 +22,7 @@ from tests.support.recipes import SOURCE
 RULE = "    mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document))"
 ATTEND = "attention(q, k, v, self.mask)"
 EMBEDDED = '        return shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)'
-LOSS = '    return shardops.psum("+b +c ->", total) / count'
+LOSS = '    return shardops.psum("+b +c ->", total) / forward.count'
 MODEL = "Model = Llama\n"
 AXES = "jax.sharding.get_abstract_mesh().shape"
 

@@ -100,7 +100,8 @@ def command_of(c: Config, best: Change) -> str:
     before = math.prod(getattr(c.mesh, axis) for axis in AXES)
     if c.distributed.count and before > 0:  # as many devices to a host as before
         more["distributed.count"] = max(1, c.distributed.count * best.plan.step.devices // before)
-    if c.paths.model_name is None:  # which several processes must share
+    is_named = any(override.startswith("paths.model_name=") for override in own)
+    if not (c.distributed.is_single or is_named):  # several processes share the name
         more["paths.model_name"] = "fastest"
     chosen = best._replace(settings={**best.settings, **differing(c, more)})
     words = [f"--config-name={hydra.job.config_name}", *own, *str(chosen).split()]
