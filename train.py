@@ -489,9 +489,7 @@ class Metrics:
     grad_norm: f32[""]
     learning_rate: f32[""]
     layers: LayerMetrics | None
-    skipped: shardtypes.bool_[
-        ""
-    ]  # loss or grad_norm is not finite, so that the state stayed as it was
+    skipped: shardtypes.bool_[""]  # loss or grad_norm is not finite: the state stayed as it was
     targets: f32[""]  # their number; if 0, the loss of the step is 0 and is not logged
 
 

@@ -22,12 +22,12 @@ PATIENCE = 600
 """Seconds after which a test hangs."""
 
 
-def missed(copy: Path, chosen: Sequence[Edit], patience: float = PATIENCE) -> Iterator[Edit]:
+def missed(copy: Path, chosen: Sequence[Edit]) -> Iterator[Edit]:
     """Yields the faults for which their test passes in a copy of the checkout."""
     for i, fault in enumerate(chosen, 1):
         print(f"{i}/{len(chosen)}  {fault}", flush=True)
         try:
-            is_caught = run_tests(copy, [fault.test], fault.files, patience).returncode != 0
+            is_caught = run_tests(copy, [fault.test], fault.files, PATIENCE).returncode != 0
         except subprocess.TimeoutExpired:
             is_caught = True
         print(f"    {'caught by' if is_caught else 'MISSED by'} {fault.test}", flush=True)

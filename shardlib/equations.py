@@ -96,18 +96,6 @@ class Atom(Protocol):
     aval: Any
 
 
-class Jaxpr(Protocol):
-    """A jaxpr that is not closed, with the attributes that are read."""
-
-    constvars: list[Any]
-    invars: list[Any]
-    outvars: list[Any]
-    eqns: list[Any]
-    effects: Any
-    debug_info: Any
-    replace: Callable[..., Any]
-
-
 def is_variable(var: Any) -> bool:
     """Returns True if an operand is a variable and not a literal."""
     return not isinstance(var, core.Literal)

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from shardwright.program.mesh_choice import MeshChoice, mesh_for
-from shardwright.program.resume import open_run
 
 from shardwright.data import flat_tokens
 from shardwright.data.loader import DataConfig, make_loader
 from shardwright.modeling.model import load_model
+from shardwright.program.mesh_choice import MeshChoice, mesh_for
+from shardwright.program.resume import open_run
 from shardwright.program.step import trace_step
 
 

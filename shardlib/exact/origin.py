@@ -69,7 +69,6 @@ class Origin:
         text: what is wrong.
         remedy: what mends it.
         callers: lines that called it, innermost first; "" if there are none.
-        mends: True if the program is right once the line is, which was tried.
     """
 
     place: str
@@ -77,7 +76,6 @@ class Origin:
     text: str
     remedy: str
     callers: str = ""
-    mends: bool = dataclasses.field(default=False, compare=False)
 
     def __str__(self) -> str:
         lines = [f"{self.place}: {self.shown}: {self.text}"]
@@ -415,7 +413,7 @@ class _Search:
         for say, changes in tries:
             left = self.left(changes)
             if left < len(self.wrong):
-                found.append((left, dataclasses.replace(say(), mends=left == 0)))
+                found.append((left, say()))
             if left == 0 or self.work > WORK:
                 break
         named = [origin for _, origin in sorted(found, key=lambda x: x[0])]

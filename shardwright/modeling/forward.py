@@ -150,7 +150,8 @@ class Forward:
         at_once = periods if unroll is None else min(max(1, unroll // period), periods)
         # XLA must not replace a recomputed value by the one from the forward pass. It cannot if
         # both passes are loops, and prevent_cse would then only delay each layer's gathers until
-        # the gradient arrives. no loop, or layers left after it
+        # the gradient arrives.
+        # True: no loop, or layers left after it.
         prevent_cse = at_once == periods or periods % at_once != 0
         save = {"save": self.training.save, "prevent_cse": prevent_cse}
         layer_at = [

@@ -143,9 +143,10 @@ def _functions(saved: dict) -> Iterator[tuple[str, object]]:
         (f"optimizer.{name}", optimizer.get(name)) for name in ("algorithm", "loss", "schedule")
     )
     groups, names = optimizer.get("groups"), trackers.get("names")
-    for group in groups if isinstance(groups, list) else ():
+    for group in groups if isinstance(groups, list) else [groups]:
         yield "optimizer.groups", group.get("algorithm") if isinstance(group, dict) else None
-    yield from (("trackers.names", name) for name in (names if isinstance(names, list) else ()))
+    for name in names if isinstance(names, list) else [names]:
+        yield "trackers.names", name
 
 
 def fetched(c: Config) -> Iterator[tuple[str, str]]:

@@ -226,6 +226,8 @@ def _plain(kind: type, value: Any) -> Any:
 
     Raises ValueError, KeyError, TypeError or OverflowError for one of another type.
     """
+    if typing.get_origin(kind) is not None or is_section(kind):
+        raise ValueError  # a list, mapping or section would be made of a part of the value
     if kind is bool:
         return yaml.SafeLoader.bool_values[str(value).lower()]
     if isinstance(value, bool) or (kind is str and not isinstance(value, str)):

@@ -400,57 +400,81 @@ def join_parts(config: Settings) -> None:
     """Joins the datasets `config.parts` into one.
 
     Raises:
-        ValueError: a pattern matches nothing, a dataset is damaged, they have different tokenizers,
-            or a split exists already.
+        ValueError: a pattern matches nothing, a dataset is named twice, is damaged or lacks a
+            split, they have different tokenizers, another setting chooses text, or a split exists.
     """
-    paths = []
-    for pattern in config.parts:
+    chosen, usual = (flat(dataclasses.asdict(c)) for c in (config, Settings(out=config.out)))
+    free = marked(Settings, FREE)
+    if extra := [name for name in chosen if name not in free and chosen[name] != usual.get(name)]:
+        raise ValueError(f"parts are joined as they are: leave out {listed(extra)}.")
+    paths = part_paths(config.parts, config.out)
+    first, *others = [
+        flat_tokens.read_file(flat_tokens.open_kvstore(path), "tokenizer.json") for path in paths
+    ]
+    for path, definition in zip(paths, [first, *others], strict=True):
+        if definition is None:
+            raise ValueError(
+                f"{path} has no tokenizer.json, so it isn't a dataset of this program. Correct the "
+                "path."
+            )
+        if definition != first:
+            raise ValueError(
+                f"{path} has another tokenizer.json than {paths[0]}. Write both with the same "
+                "tokenizer."
+            )
+    stores = {path: flat_tokens.open_kvstore(path) for path in paths}
+    names = [
+        name
+        for name in SPLITS
+        if any(flat_tokens.is_there(store, name) for store in stores.values())
+    ]
+    readers = {name: [flat_tokens.Reader(path, name) for path in paths] for name in names}
+    content = {name: [part.fingerprint for part in parts] for name, parts in readers.items()}
+    root = flat_tokens.open_kvstore(config.out)
+    settings = {"parts": paths, "content": content}
+    with flat_tokens.work_on(config.out, settings, names, config.overwrite) as resuming:
+        root.write("tokenizer.json", first).result()
+        for name, parts in readers.items():
+            if resuming and flat_tokens.is_there(root, name):
+                continue
+            with flat_tokens.Writer(config.out, name) as writer:
+                for part in parts:
+                    writer.append_split(part)
+                writer.attributes.update(
+                    tokenizer=parts[0].attributes.get("tokenizer"),
+                    source=paths,
+                    bad_rows=sum(part.attributes.get("bad_rows", 0) for part in parts),
+                )
+            print(
+                f"{writer.path}: {writer.num_tokens:,} tokens in {writer.num_documents:,} "
+                "documents",
+                flush=True,
+            )
+
+
+def part_paths(patterns: list[str], out: str) -> list[str]:
+    """Lists the datasets that patterns name, in order; those of a glob are sorted.
+
+    Raises ValueError if a pattern matches nothing, one dataset is named twice, or one is `out`.
+    """
+
+    def place(path: str) -> str:
+        return path if "://" in path else os.path.realpath(path)
+
+    paths = {place(out): out}
+    for pattern in patterns:
         found = [pattern] if "://" in pattern else sorted(glob.glob(pattern))
         if not found:
             raise ValueError(
                 f"parts has {pattern!r}, which matches nothing. Give datasets, or patterns of "
                 "paths."
             )
-        paths += found
-    definitions = {
-        path: flat_tokens.read_file(flat_tokens.open_kvstore(path), "tokenizer.json")
-        for path in paths
-    }
-    definition = definitions[paths[0]]
-    if definition is None:
-        raise ValueError(
-            f"{paths[0]} has no tokenizer.json, so it isn't a dataset of this program. Correct the "
-            "path."
-        )
-    if odd := [path for path in paths if definitions[path] != definition]:
-        raise ValueError(
-            f"{odd[0]} has another tokenizer.json than {paths[0]}. Write both with the same "
-            "tokenizer."
-        )
-    root = flat_tokens.open_kvstore(config.out)
-    first = flat_tokens.open_kvstore(paths[0])
-    names = [name for name in SPLITS if flat_tokens.is_there(first, name)]
-    with flat_tokens.work_on(config.out, {"parts": paths}, names, config.overwrite) as resuming:
-        root.write("tokenizer.json", definition).result()
-        for name in names:
-            if resuming and flat_tokens.is_there(root, name):
-                continue
-            with flat_tokens.Writer(config.out, name) as writer:
-                readers = [flat_tokens.Reader(path, name) for path in paths]
-                for reader in readers:
-                    writer.append_split(reader)
-                bad = sum(reader.attributes.get("bad_rows", 0) for reader in readers)
-                kept = {
-                    "tokenizer": readers[0].attributes.get("tokenizer"),
-                    "source": paths,
-                    "bad_rows": bad,
-                }
-                writer.attributes.update(kept)
-            print(
-                f"{writer.path}: {writer.num_tokens:,} tokens in {writer.num_documents:,} "
-                "documents",
-                flush=True,
-            )
+        for path in found:
+            if place(path) in paths:
+                what = "out" if place(path) == place(out) else "named already"
+                raise ValueError(f"parts has {pattern!r}, but {path} is {what}. Leave it out.")
+            paths[place(path)] = path
+    return list(paths.values())[1:]
 
 
 if __name__ == "__main__":

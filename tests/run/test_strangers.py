@@ -194,6 +194,7 @@ NAMED = [("optimizer", {"algorithm": name}) for name in SPELLED]
 NAMED += [("optimizer", {name: SPELLED[0]}) for name in ("loss", "schedule")]
 NAMED += [("optimizer", {"groups": [{"match": "*", "algorithm": SPELLED[0]}]})]
 NAMED += [("trackers", {"names": [name]}) for name in SPELLED[:2]]
+NAMED += [("trackers", {"names": SPELLED[0]}), ("trackers", {"names": {SPELLED[0]: 1}})]
 
 
 @pytest.mark.quick

@@ -175,6 +175,7 @@ OWN = {
     "mean",
     "paths: {model_name: 2026_01}": "paths.model_name is 202601; it must be a text, or null. Put "
     "it in quotes.",
+    "hardware: {environment: A}": "hardware.environment is A; it must be a mapping",
     "training: [steps]": "In 'mine': ConfigTypeError raised while composing config: Cannot merge",
     "mesh: {d: 1": "configs/mine.yaml",
     "mesh: {d: 1}\nmesh: {t: 1}": "found duplicate key mesh",

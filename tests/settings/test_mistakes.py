@@ -17,7 +17,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("mistakes.txt")
-SECONDS = 60
 
 
 def commands() -> list[str]:

@@ -44,9 +44,6 @@ MORE = {
     "cumsum": lambda x: lax.cumsum(x, axis=1),
 }
 """How to call a primitive, if jax.lax has no function of its name."""
-NO_FUNCTION = {"eq_to", "le_to", "lt_to"}
-"""Primitives that no public function of JAX calls by itself: comparisons in the total order, inside
-of sorts."""
 RANDOM = np.random.default_rng(0)
 OPERANDS = {
     "f": lambda: RANDOM.uniform(0.1, 0.9, SHAPE).astype(np.float32),

@@ -94,3 +94,39 @@ def test_a_wrong_part_is_named(tmp_path, parts, damage, message):
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         joined(tmp_path)
     assert not (tmp_path / "d/train/zarr.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"parts": ["{0}/parts/*", "{0}/parts/0/../1"]}, "parts/0/../1 is named already"),
+        ({"out": "{0}/parts/1"}, "parts/1 is out"),
+        ({"dataset": "c4", "text_field": "body"}, "leave out dataset, text_field"),
+    ],
+)
+def test_settings_that_lose_text_are_refused(tmp_path, parts, more, message):
+    given = {"out": "{0}/d", "parts": ["{0}/parts/*"]} | more
+    given["out"] = given["out"].format(tmp_path)
+    given["parts"] = [pattern.format(tmp_path) for pattern in given["parts"]]
+    with pytest.raises(ValueError, match=message):
+        tool.run(Settings(**given))
+    assert Reader(str(parts[1]), "train").num_tokens
+
+
+def test_a_split_of_a_later_part_is_not_left_out(tmp_path, parts):
+    shutil.rmtree(parts[0] / "train")
+    with pytest.raises(ValueError, match="parts/0/train"):
+        joined(tmp_path)
+
+
+def test_a_part_that_was_written_again_is_read_again(tmp_path, parts):
+    joined(tmp_path)
+    shutil.rmtree(parts[1])
+    source = write_jsonl(tmp_path / "other.jsonl", ["something else"])
+    tool.run(settings(parts[1], [source]))
+    with pytest.raises(ValueError, match="exists already"):
+        joined(tmp_path)
+    joined(tmp_path, overwrite=True)
+    assert Reader(str(tmp_path / "d"), "train").num_documents == sum(
+        Reader(str(part), "train").num_documents for part in parts
+    )

@@ -64,10 +64,9 @@ class Found:
         return [path for path in self.paths if real_file(path) in known]
 
 
-def _listed(names: list[str], most: int = 5) -> str:
-    return ", ".join(one_line(name, 200) for name in names[:most]) + (
-        f" and {len(names) - most:,} more" if len(names) > most else ""
-    )
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(one_line(name, 200) for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5:,} more"
 
 
 def kind_of(path: str) -> str | None:

@@ -65,7 +65,6 @@ class Value:
         kind: weights, optimizer, batch, gradients or saved; "" for others.
         name: name of a weight; "" for others.
         of: the value whose memory it shares, for an alias and for in-place writes.
-        outer: for an input of the body of a loop or branch, the operand; None for a literal.
         of_host: True if it is in the memory of the device's host, and takes none of the device's.
     """
 
@@ -75,7 +74,6 @@ class Value:
     kind: str = ""
     name: str = ""
     of: "Value | None" = None
-    outer: "Value | None" = None
     of_host: bool = False
 
     @property
@@ -277,7 +275,7 @@ def _body(
     variables = body_of(jaxpr)[0].invars
     outside = operands[len(operands) - len(variables) :]
     ins = [
-        _value(var.aval, NOWHERE, name=x.name if x else "", outer=x)
+        _value(var.aval, NOWHERE, name=x.name if x else "")
         for var, x in zip(variables, outside, strict=True)
     ]
     return graph_of(jaxpr, sizes, ins, caller)
