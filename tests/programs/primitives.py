@@ -89,5 +89,5 @@ def fives_filled_into_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["
 @wrong("matmul: matmul of a partial sum over d")
 def sums_of_8_bits_in_a_matmul_of_32(x: i32["B/d L"], w: i32["L M"]) -> i32["1 M"]:
     total = jnp.sum(x.astype(jnp.int8) * jnp.int8(9), axis=0, dtype=jnp.int8)[None]
-    # here
-    return lax.psum(lax.dot(total, w.astype(jnp.int8), preferred_element_type=jnp.int32), "d")
+    w = w.astype(jnp.int8)
+    return lax.psum(lax.dot(total, w, preferred_element_type=jnp.int32), "d")  # here

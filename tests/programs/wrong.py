@@ -148,10 +148,8 @@ def exchange_on_the_first_device_alone(x: f32["B/d M"]) -> f32["B/d M"]:
 @wrong("where: a mask says which devices have the extreme")
 def argmax_without_offset(x: f32["B/d V/t"]) -> i32["B/d"]:
     best = jnp.max(x, axis=1)
-    # here
-    return lax.pmax(
-        jnp.where(best == lax.pmax(best, "t"), jnp.argmax(x, axis=1).astype(jnp.int32), 0), "t"
-    )
+    own = jnp.argmax(x, axis=1).astype(jnp.int32)  # here
+    return lax.pmax(jnp.where(best == lax.pmax(best, "t"), own, 0), "t")
 
 
 @wrong(
@@ -197,10 +195,8 @@ def query_heads_paired_with_keys_of_all_heads(
 )
 def outer_product_summed_over_one_axis(x: f32["L/t"], y: f32["S/t"]) -> f32[""]:
     shape = (x.shape[0], y.shape[0])
-    # here
-    return lax.psum(
-        jnp.tensordot(jnp.broadcast_to(x[:, None], shape), jnp.broadcast_to(y, shape), 2), "t"
-    )
+    rows, columns = jnp.broadcast_to(x[:, None], shape), jnp.broadcast_to(y, shape)  # here
+    return lax.psum(jnp.tensordot(rows, columns, 2), "t")
 
 
 TABLES = {n: np.linspace(0.0, n, 16, dtype=np.float32) for n in (1, 2, 4)}
@@ -223,8 +219,8 @@ def own_and_found(table, ids):
 def masked_by_other_ids(table: f32["V/t M"], ids: i32["B/d"], others: i32["B/d"]) -> f32["B/d M"]:
     own, _ = own_and_found(table, ids)
     _, found = own_and_found(table, others)
-    # here
-    return lax.psum(jnp.where(found[:, None], jnp.take(table, own, axis=0, mode="clip"), 0.0), "t")
+    rows = jnp.take(table, own, axis=0, mode="clip")  # here
+    return lax.psum(jnp.where(found[:, None], rows, 0.0), "t")
 
 
 @wrong(
@@ -240,10 +236,8 @@ def wrapped_where_it_is_in_range(table: f32["V/t"], ids: i32["B/d"]) -> f32["B/d
 @wrong("where: a mask says which indices are in this device's block")
 def index_replaced_where_it_is_in_range(table: f32["V/t"], ids: i32["B/d"]) -> f32["B/d"]:
     own, found = own_and_found(table, ids)
-    # here
-    return lax.psum(
-        jnp.where(found, jnp.take(table, jnp.where(found, 0, own), mode="clip"), 0.0), "t"
-    )
+    own = jnp.where(found, 0, own)
+    return lax.psum(jnp.where(found, jnp.take(table, own, mode="clip"), 0.0), "t")  # here
 
 
 @wrong("where: where of a partial sum over t: the sum of the results is not the result of the sum")
@@ -339,10 +333,8 @@ def maximum_of_a_number_of_another_sign(x: f32["B/d"]) -> f32[""]:
 
 def over_rows(add, start, x):
     """The carry of a loop over rows."""
-    # here
-    return lax.scan(
-        lambda total, row: (add(total, row), None), lax.pcast(start, "d", to="varying"), x
-    )[0]
+    start = lax.pcast(start, "d", to="varying")
+    return lax.scan(lambda total, row: (add(total, row), None), start, x)[0]  # here
 
 
 @wrong(
@@ -362,8 +354,8 @@ def dropped_lookups_filled_with_ones(table: f32["V/t M"], ids: i32["B/d"]) -> f3
 def looked_up_in_two_dims_and_masked_in_one(table: f32["V/t M/d"], ids: i32["4"]) -> f32["4"]:
     own, found = own_and_found(table, ids)
     other = ids - lax.axis_index("d") * table.shape[1]
-    # here
-    return lax.psum(jnp.where(found, table.at[own, other].get(mode="clip"), 0.0), ("t", "d"))
+    entries = table.at[own, other].get(mode="clip")  # here
+    return lax.psum(jnp.where(found, entries, 0.0), ("t", "d"))
 
 
 @wrong(
@@ -383,8 +375,8 @@ def repeated_partial_sum_contracted(x: f32["4 F/t"], w: f32["F/t"], v: f32["L/t 
 )
 def as_many_features_convolved_as_a_block_has(x: f32["L"], u: f32["8/t"]) -> f32["L"]:
     n = u.shape[0]
-    # here
-    return lax.conv(jnp.broadcast_to(x, (1, n, 16)), jnp.ones((1, n, 3)), (1,), "SAME")[0, 0]
+    rows = jnp.broadcast_to(x, (1, n, 16))
+    return lax.conv(rows, jnp.ones((1, n, 3)), (1,), "SAME")[0, 0]  # here
 
 
 @wrong(
