@@ -1,5 +1,5 @@
 """A run whose newest checkpoint is damaged goes on from the newest whole one, and says so;
-training.resume_step.
+training.resume_step; checkpoints at a URL.
 """
 
 import contextlib
@@ -23,13 +23,7 @@ from tests.support.s3_server import S3Server
 
 __all__ = ["exact"]
 
-ROOT = Path(__file__).parents[2]
-
-
-def spoil(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+DATA = Path(__file__).parents[2] / "synthetic_dataset.zarr"
 
 
 # ---- the choice ----------------------------------------------------------------------------------
@@ -37,31 +31,28 @@ def spoil(path):
 
 @pytest.fixture
 def checkpoints(tmp_path):
+    config = {"model": {}, "training": {"resume_step": None}}
     with Checkpointer(tmp_path) as checkpoints:
         for step in (5, 10, 15):
-            checkpoints.save(
-                step,
-                {"x": jnp.ones(4)},
-                {"config": {"model": {}, "training": {"resume_step": None}}},
-            )
+            checkpoints.save(step, {"x": jnp.ones(4)}, {"config": config})
     return checkpoints
 
 
-def test_where_none_is_whole_each_is_named(checkpoints):
-    damaged = dict.fromkeys((15, 10, 5), "spoiled.")
-    with pytest.raises(
-        ValueError, match=r"^no intact checkpoint in .*step 15: sp.*; step 10: sp.*; step 5: .*$"
-    ):
-        choose_checkpoint(checkpoints, None, damaged)
-
-
-def test_a_step_that_cannot_be_chosen(checkpoints):
-    with pytest.raises(
-        ValueError, match=r"no complete checkpoint of step 7 in .*; it has \[5, 10, 15\]"
-    ):
-        choose_checkpoint(checkpoints, 7, {})
-    with pytest.raises(ValueError, match=r"no intact checkpoint .* step 10: spoiled"):
-        choose_checkpoint(checkpoints, 10, {10: "spoiled."})
+@pytest.mark.parametrize(
+    ("step", "damaged", "message"),
+    [
+        (
+            None,
+            (15, 10, 5),
+            r"^no intact checkpoint in .*step 15: sp.*; step 10: sp.*; step 5: .*$",
+        ),
+        (10, (10,), r"no intact checkpoint .* step 10: spoiled"),
+        (7, (), r"no complete checkpoint of step 7 in .*; it has \[5, 10, 15\]"),
+    ],
+)
+def test_a_step_that_cannot_be_chosen(checkpoints, step, damaged, message):
+    with pytest.raises(ValueError, match=message):
+        choose_checkpoint(checkpoints, step, dict.fromkeys(damaged, "spoiled."))
 
 
 def test_the_same_command_goes_on_with_the_run_that_went_back(checkpoints):
@@ -82,9 +73,6 @@ def test_the_same_command_goes_on_with_the_run_that_went_back(checkpoints):
             choose_checkpoint(again, 7, {})
 
 
-# ---- what a run and its checkpoint must agree on -------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("setting", "value", "refused"),
     [
@@ -101,9 +89,8 @@ def test_another_model_optimizer_or_data_is_refused_by_name(tmp_path, setting, v
     section, name = setting.split(".")
     setattr(getattr(c, section), name, value)
     message = f"\n  {setting}: checkpoint has {saved[section][name]}, this run has {value}\n"
-    with (
-        pytest.raises(ValueError, match=re.escape(message)) if refused else contextlib.nullcontext()
-    ):
+    raises = pytest.raises(ValueError, match=re.escape(message))
+    with raises if refused else contextlib.nullcontext():
         check_resumes(saved, c, tmp_path, 1)
 
 
@@ -111,83 +98,61 @@ def test_another_model_optimizer_or_data_is_refused_by_name(tmp_path, setting, v
 
 
 def run(directory: Path, steps: int, checkpoints: str | None = None, **changes) -> Path:
-    c = tiny.config(
-        tiny.model(vocab=1280, layers=1), checkpoint_interval=2, eval_batches=0, **changes
-    )
-    c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
-    c.training.steps, c.paths = (
-        steps,
-        dataclasses.replace(c.paths, checkpoints=checkpoints, model_name=directory.name),
-    )
+    model = tiny.model(vocab=1280, layers=1)
+    c = tiny.config(model, checkpoint_interval=2, eval_batches=0, steps=steps, **changes)
+    c.data.filespec = str(DATA)
+    c.paths = dataclasses.replace(c.paths, checkpoints=checkpoints, model_name=directory.name)
     exact_step.train_on("one device", c, directory)
     return directory
-
-
-def events(directory):
-    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line.get("event") == "damaged_checkpoint"]
 
 
 def test_a_run_tells_what_is_damaged_and_what_it_sets_aside(tmp_path, capsys, exact):
     directory = run(tmp_path / "run", 6)
     checkpoints = directory / "checkpoints"
-    spoil(
-        next(
-            path
-            for path in (checkpoints / "0000000006/weights/layers/w/c").rglob("*")
-            if path.is_file()
-        )
-    )
+    files = (checkpoints / "0000000006/weights/layers/w/c").rglob("*")
+    file = next(path for path in files if path.is_file())
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
     shutil.copytree(directory, tmp_path / "other")
     run(directory, 8)
     told = capsys.readouterr().out
-    assert (
-        "WARNING    the checkpoint of step 6 is not used: cannot read the array 'weights/layers/w'"
-        in told
-    )
-    assert (
-        f"WARNING    resuming from step 4; the checkpoints [6] are moved to "
-        f"{checkpoints}/set_aside/" in told
-    )
-    (event,) = events(directory)
+    for text in (
+        "the checkpoint of step 6 is not used: cannot read the array 'weights/layers/w'",
+        f"resuming from step 4; the checkpoints [6] are moved to {checkpoints}/set_aside/",
+    ):
+        assert f"WARNING    {text}" in told
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    (event,) = [line for line in lines if line.get("event") == "damaged_checkpoint"]
     assert (event["step"], event["damaged_step"]) == (4, 6)
     assert [path.name for path in checkpoints.glob("set_aside/*/*")] == ["0000000006"]
     run(directory, 8, resume_step=4)
     assert "resuming from step 4; the checkpoints [6, 8] are moved to" in capsys.readouterr().out
     for step in (2, 4):
         shutil.rmtree(tmp_path / f"other/checkpoints/{step:010}")
-    with pytest.raises(
-        ValueError, match=r"^no intact checkpoint in .* to resume from.* step 6: cannot read"
-    ):
+    message = r"^no intact checkpoint in .* to resume from.* step 6: cannot read"
+    with pytest.raises(ValueError, match=message):
         run(tmp_path / "other", 8)
 
 
 @pytest.mark.long
 def test_checkpoints_at_a_url(tmp_path, monkeypatch, exact):
     """The run's other files stay in its directory; another run begins with the weights there."""
-    read = []
-    monkeypatch.setattr(
-        resume, "read_weights", lambda path, like, *_: read.append(path) or (like, {})
-    )
+    monkeypatch.setattr(resume, "read_weights", lambda path, like, *_: (like, {}))
     server = S3Server().__enter__()
-    for name, value in {
-        "ENDPOINT_URL": server.url,
-        "ACCESS_KEY_ID": "key",
-        "SECRET_ACCESS_KEY": "secret",
-    }.items():
+    settings = {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}
+    for name, value in settings.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     url = "s3://bucket/runs"
     directory = run(tmp_path / "run", 4, url)
     run(directory, 6, url)
     assert losses(directory) == losses(run(tmp_path / "local", 6))
     assert not (directory / "checkpoints").exists()
-    assert Checkpointer(f"{url}/run/checkpoints").steps() == [2, 4, 6]
     found, step = find_checkpoint(f"{url}/run")
-    assert (found.store.url, step) == (f"{url}/run/checkpoints", 6)
+    assert (found.store.url, found.steps(), step) == (f"{url}/run/checkpoints", [2, 4, 6], 6)
     run(tmp_path / "next", 2, init_from=f"{url}/run/checkpoints/0000000004")
-    with pytest.raises(
-        ValueError, match=r"no complete .* If the run set paths.checkpoints, look there"
-    ):
+    message = r"no complete .* If the run set paths.checkpoints, look there"
+    with pytest.raises(ValueError, match=message):
         find_checkpoint(directory)
     # The place is forgotten, or given to a run that had none: no run begins again over the steps
     # that were done.

@@ -1,6 +1,4 @@
-"""Runs of the whole program: the same on every mesh, resumed, and refused when its settings make no
-sense.
-"""
+"""Runs of the whole program: weights at init, outputs, validation, signals, sizes that do not fit."""
 
 import dataclasses
 import json
@@ -25,24 +23,17 @@ from shardwright.run.metrics import RunLog
 from tests.support import tiny
 from tests.support.losses_of_runs import losses
 
-ROOT = Path(__file__).parents[2]
+DATA = Path(__file__).parents[2] / "synthetic_dataset.zarr"
 
 
-def events(directory: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [
-        line
-        for line in lines
-        if line.get("event", "memory") not in ("memory", "step_bubble", "end", "start", "compiled")
-    ]
+def lines_of(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def run(directory: Path, steps: int, **changes) -> Path:
+def run(directory: Path, steps: int) -> Path:
     c = tiny.config(tiny.model(vocab=1280, layers=1))
-    c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
+    c.data.filespec = str(DATA)
     c.training = dataclasses.replace(c.training, steps=steps, checkpoint_interval=3, eval_batches=2)
-    for name, value in changes.items():
-        setattr(c.optimizer if hasattr(c.optimizer, name) else c.training, name, value)
     directory.mkdir(exist_ok=True)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         train.train(c, load_model(c.model), directory)
@@ -52,23 +43,18 @@ def run(directory: Path, steps: int, **changes) -> Path:
 @pytest.mark.long
 def test_weights_at_init_do_not_depend_on_the_mesh():
     c, found = tiny.model(), {}
-    for name in ("one device", "t=8", "r=2 d=2 t=2"):
+    for name in ("one device", "r=2 d=2 t=2"):
         with jax.set_mesh(tiny.mesh(name)):
-            found[name] = jax.tree.map(
-                np.asarray,
-                jax.jit(lambda key: initialize(train.Llama(c).table, key))(jax.random.key(0)),
-            )
-    for name, weights in found.items():
-        same = jax.tree.map(np.array_equal, weights, found["one device"])
-        assert all(jax.tree.leaves(same)), f"{name}: {same}"
+            w = jax.jit(lambda key: initialize(train.Llama(c).table, key))(jax.random.key(0))
+            found[name] = jax.tree.map(np.asarray, w)
     w = found["one device"]
+    jax.tree.map(np.testing.assert_array_equal, found["r=2 d=2 t=2"], w)
     # Variance 1/fan-in, and cut at two standard deviations of the normal that it was cut from.
     m, heads = c.d_model, c.n_kv * c.n_q_per_kv * c.d_head
     fan_in = {"w_q": m, "w_k": m, "w_v": m, "w_o": heads, "w_gate": m, "w_up": m, "w_down": c.d_ff}
     arrays = {name: (getattr(w.layers, name), size**-0.5) for name, size in fan_in.items()}
-    for name, (array, std) in (
-        arrays | {"embed": (w.embed, 1.0), "unembed": (w.unembed, m**-0.5)}
-    ).items():
+    arrays |= {"embed": (w.embed, 1.0), "unembed": (w.unembed, m**-0.5)}
+    for name, (array, std) in arrays.items():
         assert np.std(array) == pytest.approx(std, rel=0.04), name
         assert np.abs(array).max() < 2.3 * std, name
     assert not np.array_equal(w.layers.w_up[0], w.layers.w_up[1])
@@ -78,14 +64,9 @@ def test_weights_at_init_do_not_depend_on_the_mesh():
 def test_weights_are_never_whole_on_a_device():
     c = tiny.model(d_model=512, d_ff=1024, vocab=1024)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        compiled = (
-            jax.jit(lambda key: initialize(train.Llama(c).table, key))
-            .lower(jax.random.key(0))
-            .compile()
-        )
-    whole = 4 * c.layers * c.d_model * c.d_ff  # bytes of the largest array
-    memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < whole
+        init = jax.jit(lambda key: initialize(train.Llama(c).table, key))
+        memory = init.lower(jax.random.key(0)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * c.layers * c.d_model * c.d_ff  # of the largest array
 
 
 @pytest.fixture(scope="module")
@@ -96,58 +77,45 @@ def unbroken(tmp_path_factory):
 
 @pytest.mark.long
 def test_a_run_leaves_its_outputs(unbroken):
-    assert sorted(p.name for p in (unbroken / "checkpoints").iterdir()) == [
-        f"{n:010}" for n in (3, 6, 8)
-    ]
+    steps = sorted(path.name for path in (unbroken / "checkpoints").iterdir())
+    assert steps == [f"{n:010}" for n in (3, 6, 8)]
     assert len(losses(unbroken)) == 8
-    assert [e["event"] for e in events(unbroken)] == ["validation"]
-    assert (unbroken / "config.yaml").is_file()
-    lines = [json.loads(line) for line in (unbroken / "metrics.jsonl").read_text().splitlines()]
+    events = [line.get("event") for line in lines_of(unbroken)]
+    assert events.count("validation") == 1
     # A checkpoint was saved among the profiled steps: what devices wait for then is not between any
     # two steps.
-    assert not [line for line in lines if line.get("event") == "step_bubble"]
+    assert "step_bubble" not in events
+    assert (unbroken / "config.yaml").is_file()
     assert len(list(unbroken.glob("plugins/profile/*/perfetto_trace.json.gz"))) == 1
-    assert {p.suffix for p in unbroken.glob("training_step_optimized_hlo_*")} == {
-        ".txt",
-        ".json",
-        ".svg",
-    }
+    suffixes = {path.suffix for path in unbroken.glob("training_step_optimized_hlo_*")}
+    assert suffixes == {".txt", ".json", ".svg"}
     (profile,) = unbroken.glob("plugins/profile/*/profile_by_line.json")
-    assert any(
-        row["line"].startswith("train.py:") for row in json.loads(profile.read_text())["lines"]
-    )
+    rows = json.loads(profile.read_text())["lines"]
+    assert any(row["line"].startswith("train.py:") for row in rows)
 
 
 @pytest.mark.long
 def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
     """Against the weights in the checkpoint, on rows read from the dataset itself."""
     arrays = zarr.open_group(unbroken / "checkpoints" / "0000000008", mode="r")["weights"]
+    c = tiny.config(tiny.model(vocab=1280, layers=1))
+    encoded = zarr.open_group(DATA, mode="r")["validation/encoded_tokens"]
+    rows = np.asarray(encoded[: 2 * tiny.BATCH * tiny.LENGTH]).reshape(-1, tiny.LENGTH)
+    batch = TokenBatch((rows >> 1).astype(np.uint32), rows % 2 == 1, np.ones(rows.shape, bool))
 
-    def leaf(path):
+    def saved(path, _):
         return np.asarray(arrays["/".join(str(key.name) for key in path)][:])
 
-    c = tiny.model(vocab=1280, layers=1)
+    def loss(w: train.Transformer, batch: train.Batch) -> f32[""]:
+        return tiny.loss_and_gradients(w, batch, c)[0]
+
     with jax.set_mesh(tiny.mesh("one device")):
-        shapes = jax.eval_shape(
-            lambda key: initialize(train.Llama(c).table, key), jax.random.key(0)
-        )
-        w = tiny.place(
-            jax.tree_util.tree_map_with_path(lambda path, _: leaf(path), shapes), train.Transformer
-        )
-        encoded = zarr.open_group(ROOT / "synthetic_dataset.zarr", mode="r")[
-            "validation/encoded_tokens"
-        ]
-        rows = np.asarray(encoded[: 2 * tiny.BATCH * tiny.LENGTH]).reshape(
-            2 * tiny.BATCH, tiny.LENGTH
-        )
-        batch = TokenBatch((rows >> 1).astype(np.uint32), rows % 2 == 1, np.ones(rows.shape, bool))
-
-        def loss(w: train.Transformer, batch: train.Batch) -> f32[""]:
-            return tiny.loss_and_gradients(w, batch, tiny.config(c))[0]
-
-        expected = tiny.per_device(loss)(w, tiny.place_batch(tiny.config(c), batch))
-    assert events(unbroken)[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
-    assert events(unbroken)[0]["targets"] == rows.size
+        shapes = jax.eval_shape(lambda: tiny.state(c)).weights
+        w = tiny.place(jax.tree_util.tree_map_with_path(saved, shapes), train.Transformer)
+        expected = tiny.per_device(loss)(w, tiny.place_batch(c, batch))
+    (event,) = [line for line in lines_of(unbroken) if line.get("event") == "validation"]
+    assert event["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert event["targets"] == rows.size
 
 
 @pytest.mark.long
@@ -171,28 +139,38 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on_after_it(
     done = (tmp_path / "run/metrics.jsonl").read_bytes()
     capsys.readouterr()
     run(tmp_path / "run", 8)
-    assert (
-        "8 of 8 steps are done already. To continue, train for longer (training.steps)."
-        in capsys.readouterr().out
-    )
+    message = "8 of 8 steps are done already. To continue, train for longer (training.steps)."
+    assert message in capsys.readouterr().out
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == done
 
 
-def test_sizes_that_do_not_fit_the_mesh():
-    """Other wrong settings are in tests/settings/mistakes.txt."""
-    on = "on the mesh r=1 d=4 t=2 it must be a multiple of"
-    for name, size, message in [
-        ("seq_len", 63, f"training.seq_len is 63; {on} t = 2."),
-        ("batch_size", 62, f"training.batch_size is 62; {on}"),
-        ("d_model", 254, f"model.d_model is 254; {on} d = 4."),
-    ]:
-        c = tiny.config()
-        setattr(c.model if name == "d_model" else c.training, name, size)
-        with pytest.raises(ValueError, match=re.escape(message)):
-            check_divides(c, {"r": 1, "d": 4, "t": 2})
-    for sizes, said in (
-        ({"d": 3, "t": 2}, "r=1 d=3 t=2"),
-        ({"p": 3, "d": -1, "t": 2}, "p=3 r=1 d=-1 t=2"),
-    ):
-        with pytest.raises(ValueError, match=f"mesh {said} does not fit 8 devices: the product"):
-            make_mesh(jax.devices(), **dataclasses.asdict(MeshConfig(**sizes)))
+@pytest.mark.parametrize(
+    ("name", "size", "mesh", "message"),
+    [
+        ("seq_len", 63, "d=4 t=2", "training.seq_len is 63; {} t = 2."),
+        ("batch_size", 62, "d=4 t=2", "training.batch_size is 62; {}"),
+        ("d_model", 254, "d=4 t=2", "model.d_model is 254; {} d = 4."),
+        ("seq_len", 12, "c=2", None),
+        # A ring has two chunks for each device.
+        ("seq_len", 12, "c=4", "training.seq_len is 12; {} 2·c = 8"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_mesh(name, size, mesh, message):
+    c = tiny.config(context="ring")
+    setattr(c.model if name == "d_model" else c.training, name, size)
+    sizes = {word[0]: int(word[2:]) for word in mesh.split()}
+    if message is None:
+        check_divides(c, sizes)
+        return
+    text = re.escape(message).replace(r"\{\}", r"on the mesh [a-z=0-9 ]+ it must be a multiple of")
+    with pytest.raises(ValueError, match=text):
+        check_divides(c, sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [({"d": 3, "t": 2}, "r=1 d=3 t=2"), ({"p": 3, "d": -1, "t": 2}, "p=3 r=1 d=-1 t=2")],
+)
+def test_a_mesh_that_does_not_fit_the_devices(sizes, said):
+    with pytest.raises(ValueError, match=f"mesh {said} does not fit 8 devices: the product"):
+        make_mesh(jax.devices(), **dataclasses.asdict(MeshConfig(**sizes)))
