@@ -1,4 +1,4 @@
-"""Before a run, its steps are proved to compute on their mesh what one device computes; wrong
+"""Before a run, its steps are proved to compute on their mesh what one device does; wrong
 programs are refused.
 """
 
@@ -24,12 +24,10 @@ from tests.support.proofs import found_soon
 SETTINGS = {
     "fp8, gathered once a step": (
         "r=2 d=2 t=2",
-        {"fp8": True, "gather_weights": "step", "microbatches": 2, "eval_average": "ema"},
+        {"fp8": True, "gather_weights": "step", "microbatches": 2, "compute_dtype": "bf16"},
     ),
     # Its halves of backward passes hand on values of other types.
-    "zb_v": ("d=2 p=2", {"schedule": "zb_v", "virtual_stages": 2, "compute_dtype": "bf16"}),
-    # A device holds one entry of each: heads, positions, d_ff, vocabulary, sequences.
-    "one of each": ("r=2 d=4 t=8", {"seq_len": 8, "d_ff": 8, "vocab": 8, "n_q_per_kv": 1}),
+    "zb_v": ("d=2 p=2", {"schedule": "zb_v", "virtual_stages": 2}),
 }
 
 
@@ -182,10 +180,3 @@ def test_a_wrong_program_is_refused_at_its_line(found, name):
     lines = map(int, re.findall(r"of_a_user\.py:(\d+)", text))
     assert (line in lines) == (name not in CALLED_LATER), text
     assert sys.modules["of_a_user"].Model, "the module of the run is in its place again"
-
-
-@pytest.mark.long
-def test_a_right_program_is_accepted(found):
-    """With a window and a soft-cap in a ring."""
-    right = rule("mask_mod=(masks.causal, masks.Window(4)), score_mod=masks.SoftCap(5.0)")
-    assert found("d=2 c=2 t=2", {"context": "ring", "layers": 1}, right)[0] == ""
