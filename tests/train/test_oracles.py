@@ -50,7 +50,8 @@ ROWS = [
     # Of training: `gpu` adds up lookups as on a GPU, `optimizer` and `model` are settings of those.
     row("Llama", "d=4 t=2", **STEP, **BLOCKS, loss_chunk=4, optimizer={"z_loss": 0.01}),
     row("Llama", "r=2 d=2 t=2", optimizer=OWN, document_mask=False, save="more", unroll=None),
-    row("Llama", "d=8", True, save="nothing", unroll=2, loss_chunk=2, optimizer=MUON),
+    row("alibi", "d=4 t=2", True, save="nothing", optimizer={"clip_norm": 0.5}),
+    row("Llama", "d=8", save="nothing", unroll=2, loss_chunk=2, optimizer=MUON),
     row("Llama tied", STAGES, **IN_V, gather_weights="layer", gpu=True),
     # Vectors of 4 entries, which d and e do not divide.
     row("Qwen3 small", STAGES, **LAYER, schedule="1f1b", optimizer=MUON),

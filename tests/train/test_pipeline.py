@@ -1,10 +1,9 @@
-"""The executor of pipeline schedules in the training step: dropout, what stages may not do, memory.
+"""The executor of pipeline schedules in the training step: dropout, what stages may not do.
 
 Whole steps: test_oracles.py; the executor in f64 against NumPy: test_microbatches.py.
 """
 
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,8 @@ import train
 from shardlib import shardops
 from shardlib.interpret import equations_in
 from shardlib.layers import LayerAux
-from shardlib.pipeline import run_schedule
-from shardlib.placement import LayerPlacement, place_layers
-from shardlib.schedules import in_a_ring, schedule_of
-from shardlib.shardtypes import Array, ShardError, f32, pytree_dataclass, u32
-from shardlib.tick_tables import tick_table
-from shardwright.cluster.devices import make_mesh
+from shardlib.shardtypes import ShardError, f32, u32
 from shardwright.data.loader import in_microbatches
-from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
 from shardwright.models import gpt2
@@ -162,22 +155,6 @@ def test_a_loss_of_a_layer_that_is_no_scalar_or_differs_is_refused(given, messag
             step.lower(state, tiny.place_batch(c), np.int32(0))
 
 
-# ---- placement, settings, memory -----------------------------------------------------------------
-
-
-@pytest.mark.quick
-def test_rows_of_chunks():
-    even = place_layers(8, in_a_ring(2, 2))
-    assert even.rows.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert even.order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert place_layers(8, in_a_ring(4, 1)).order is None
-    down_and_up = place_layers(8, ((0, 3), (1, 2)))
-    assert down_and_up.rows.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    message = r"12 layers do not divide into 4 equal stages .*, each a multiple of 2"
-    with pytest.raises(ValueError, match=message):
-        place_layers(12, in_a_ring(2, 2), period=2)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -190,39 +167,3 @@ def test_settings_that_do_not_fit(changes, message):
     c = config(**changes)
     with jax.set_mesh(tiny.mesh(STAGES)), pytest.raises(ValueError, match=message):
         training_table(c, load_model(c.model))
-
-
-def memory_of_executor(m: int, schedule: str) -> int:
-    """Bytes of the compiled executor on p=2: stages of one tanh layer that saves what it gives."""
-    placement = LayerPlacement(in_a_ring(2, 1), 1)
-    table = tick_table(schedule_of(schedule)(2, m, 1))
-    P = jax.sharding.PartitionSpec
-
-    @pytree_dataclass
-    class Small:
-        layers: Array["layers/p", f32["M"]]
-
-    def stage(w, x, numbers, part):
-        return save_for_backward(jnp.tanh(x * w[0])), LayerAux()
-
-    parts = SimpleNamespace(
-        first=lambda w, part: part, layers=stage, last=lambda w, x, _: jnp.sum(x)
-    )
-
-    def per_device(w, data):
-        loss, g, *_ = run_schedule(parts, placement, table, Small(w), (data,))
-        return shardops.psum("+p ->", loss), g.layers
-
-    with jax.set_mesh(make_mesh(jax.devices()[:2], p=2)):
-        sharding = jax.NamedSharding(jax.sharding.get_mesh(), jax.P("p"))
-        w = jax.device_put(np.ones((2, 1024), np.float32), sharding)
-        mapped = jax.shard_map(per_device, in_specs=(P("p"), P()), out_specs=(P(), P("p")))
-        compiled = jax.jit(mapped).lower(w, jax.ShapeDtypeStruct((m, 1024), jnp.float32)).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.long
-def test_memory_grows_with_microbatches_under_gpipe_alone():
-    for schedule in ("zb_h1", "1f1b"):
-        assert memory_of_executor(32, schedule) <= 1.05 * memory_of_executor(8, schedule)
-    assert memory_of_executor(32, "gpipe") > memory_of_executor(8, "gpipe") + 20 * 4096
