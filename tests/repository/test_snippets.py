@@ -25,7 +25,7 @@ RUN_BY = {
     "formats.md": "flat_tokens/test_flat_tokens.py",
     "huggingface.md": "models/test_huggingface_export.py",
     "mixing.md": "train/test_mixing_page.py",
-    "models.md": "train/test_own_model.py",
+    "models.md": "train/test_inputs.py",
     "ops.md": "shardlib/test_op_examples.py",
     "other-trainers.md": "repository/test_snippets.py",
     "parallelism.md": "shardlib/test_schedule_page.py",

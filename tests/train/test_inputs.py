@@ -1,5 +1,5 @@
 """Inputs beside the tokens: arrays of a dataset that a model reads, from file to loss, against
-numpy indexing.
+numpy indexing. The model is a change of the one of docs/models.md.
 """
 
 import dataclasses
