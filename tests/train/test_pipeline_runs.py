@@ -13,7 +13,13 @@ from shardlib.shardtypes import make_shardings
 from shardwright.modeling.model import load_model
 from shardwright.program.checkpoint import Checkpointer
 from shardwright.program.config import Config, PipelineConfig
-from shardwright.program.stages import describe_stages, placement_of, stack_orders
+from shardwright.program.stages import (
+    describe_stages,
+    folded_mesh,
+    placement_of,
+    stack_orders,
+    without_stages,
+)
 from tests.support import tiny
 
 PLACES = {  # mesh: settings of the pipeline
@@ -80,6 +86,17 @@ def test_a_checkpoint_is_restored_to_other_stages(saved, place, other):
     for x, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert x.sharding == e.sharding
         np.testing.assert_array_equal(x, e)
+
+
+@pytest.mark.long
+def test_weights_without_stages_are_those_of_a_mesh_without_p(saved):
+    _, states = saved
+    c = settings("p=4 t=2")
+    with jax.set_mesh(tiny.mesh("p=4 t=2")):
+        mesh = folded_mesh(c)
+        found = without_stages(states["p=4 t=2"].weights, placement(c), mesh)
+    assert "p" not in mesh.shape
+    jax.tree.map(np.testing.assert_array_equal, found, states["d=4 t=2"].weights)
 
 
 def test_the_run_says_what_its_stages_have():
