@@ -8,13 +8,17 @@ from shardlib.interpret import operations_in
 
 
 def differing_dtypes(program: Any, twin: Any) -> list[str]:
-    """Finds lines that compute floats of other dtypes on a mesh than on one device."""
+    """Finds lines that compute floats on a mesh in a dtype in which one device doesn't.
+
+    A dtype of one device alone is no difference: a pipeline stage that runs its backward pass
+    apart loses the line of some casts.
+    """
     here, there = _dtypes_by_line(program), _dtypes_by_line(twin)
     texts = (
         f"{op[0]}: computes {_named(found)} on the mesh, {_named(there[op])} on one device\n"
         "  remedy: compute in one dtype on every mesh"
         for op, found in here.items()
-        if op in there and found != there[op]
+        if op in there and found - there[op]
     )
     return [*dict.fromkeys(texts)]
 
