@@ -300,12 +300,6 @@ def equations_in(program: object, inside: bool = True) -> Iterator[Any]:
     return (op.eqn for op in operations_in(program, inside=inside))
 
 
-def arrays_in(program: object) -> list[Any]:
-    """Returns the arrays that a jaxpr, and the jaxprs inside it, hold as constants."""
-    inner = (inner for eqn in equations_in(program) for inner in jaxprs_of(eqn))
-    return [array for part in (program, *inner) for array in body_of(part)[1]]
-
-
 def needed_for(
     jaxpr: Any,
     variables: Iterable,
@@ -412,27 +406,6 @@ def in_words(x: Any, known: dict[int, str] | None = None) -> str:
 
 
 # ---- running equations again ---------------------------------------------------------------------
-
-
-class Copies(Domain[Any]):
-    """Copies a program: each equation is added to `found`, with new variables.
-
-    Subclasses replace some equations. The fact about a value is its variable in the copy, or a
-    literal.
-    """
-
-    def __init__(self) -> None:
-        self.found: list[Any] = []
-
-    def constant(self, x: Any) -> Any:
-        """Returns the literal, or the array."""
-        return x
-
-    def follow(self, op: Operation, ins: list) -> list:
-        """Adds a copy of an equation, and returns the variables of its results."""
-        outs = [core.Var(var.aval) for var in op.eqn.outvars]
-        self.found.append(op.eqn.replace(invars=ins, outvars=outs))
-        return outs
 
 
 def program_of(eqn: Eqn, operands: Iterable) -> Any:

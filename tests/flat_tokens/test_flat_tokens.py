@@ -7,7 +7,6 @@ import struct
 import sys
 from pathlib import Path
 
-import numcodecs
 import numpy as np
 import pytest
 import zarr
@@ -22,7 +21,8 @@ check_modules(flat_tokens)
 
 pytestmark = pytest.mark.quick
 
-SEQAX = Path(__file__).parents[1] / "data/seqax_synthetic_dataset.zarr"
+ROOT = Path(__file__).parents[2]
+SEQAX = ROOT / "tests/data/seqax_synthetic_dataset.zarr"
 
 
 def random_documents(rng, num_documents, max_length=60, vocab=1000):
@@ -39,9 +39,11 @@ def write(path, parts, split="train", **options):
         writer.attributes["note"] = 31
         for ids, lengths in parts:
             writer.append(ids, lengths)
-    return np.concatenate([ids for ids, _ in parts]), np.concatenate(
-        [lengths for _, lengths in parts]
-    )
+    return tuple(map(np.concatenate, zip(*parts, strict=True)))
+
+
+def opened(path):
+    return Reader(str(path), "train")
 
 
 @pytest.fixture
@@ -54,10 +56,8 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize(("num_documents", "num_parts"), [(1, 1), (90, 7)])
 def test_zarr_python_reads_what_was_written(tmp_path, small_chunks, num_parts, num_documents):
     rng = np.random.default_rng(num_documents)
-    ids, lengths = write(
-        tmp_path / "d", [random_documents(rng, num_documents) for _ in range(num_parts)]
-    )
-
+    parts = [random_documents(rng, num_documents) for _ in range(num_parts)]
+    ids, lengths = write(tmp_path / "d", parts)
     group = zarr.open_group(str(tmp_path / "d"), mode="r")["train"]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     expected = ids * 2
@@ -84,19 +84,16 @@ def test_reads_rows_and_documents(tmp_path, small_chunks):
     ends = np.cumsum(lengths)
     array = zarr.open_group(str(tmp_path / "d"), mode="r")["train/encoded_tokens"]
     assert (array.shards, array.chunks) == ((256,), (64,))
-    assert (reader.num_tokens, reader.num_documents, reader.max_token_id) == (
-        ids.size,
-        lengths.size,
-        ids.max(),
-    )
+    counts = reader.num_tokens, reader.num_documents, reader.max_token_id
+    assert counts == (ids.size, lengths.size, ids.max())
 
     starts = np.array([0, 63, 200, ids.size - 300])
-    for start, row in zip(
-        starts, reader.read(starts, np.full(4, 300)).reshape(4, 300), strict=True
-    ):
-        np.testing.assert_array_equal(flat_tokens.decode(row)[0], ids[start : start + 300])
-        is_start = np.isin(np.arange(start, start + 300), ends - lengths)
-        np.testing.assert_array_equal(flat_tokens.decode(row)[1], is_start)
+    rows = reader.read(starts, np.full(4, 300)).reshape(4, 300)
+    for start, row in zip(starts, rows, strict=True):
+        found, is_start = flat_tokens.decode(row)
+        np.testing.assert_array_equal(found, ids[start : start + 300])
+        expected = np.isin(np.arange(start, start + 300), ends - lengths)
+        np.testing.assert_array_equal(is_start, expected)
 
     documents = np.array([499, 0, 130])
     spans = reader.document_spans(documents)
@@ -152,46 +149,45 @@ def test_writer_rejects(tmp_path, ids, lengths, message):
 
 
 def test_interrupted_writer_leaves_no_dataset(tmp_path, small_chunks):
-    path = str(tmp_path / "d")
-    with pytest.raises(KeyboardInterrupt), Writer(path, "train") as writer:  # noqa: PT012
+    path = tmp_path / "d"
+    with pytest.raises(KeyboardInterrupt), Writer(str(path), "train") as writer:  # noqa: PT012
         writer.append(np.arange(1000), np.array([1000]))
         raise KeyboardInterrupt
-    assert (tmp_path / "d/train/encoded_tokens/c/0").exists()
+    assert (path / "train/encoded_tokens/c/0").exists()
     with pytest.raises(ValueError, match="incomplete: its writer was interrupted"):
-        Reader(path, "train")
+        opened(path)
 
     # Its remains do not show in what is written over it.
     ids, _ = write(path, [(np.arange(300) + 5, np.array([300]))])
-    np.testing.assert_array_equal(flat_tokens.decode(read_whole(Reader(path, "train")))[0], ids)
-    assert not (tmp_path / "d/train/encoded_tokens/c/2").exists()
+    np.testing.assert_array_equal(flat_tokens.decode(read_whole(opened(path)))[0], ids)
+    assert not (path / "train/encoded_tokens/c/2").exists()
 
 
 def test_failed_write_is_raised(tmp_path, small_chunks):
     writer = Writer(str(tmp_path / "d"), "train")
     (tmp_path / "d/train/encoded_tokens").mkdir(parents=True)
-    (tmp_path / "d/train/encoded_tokens/c").write_text(
-        "a file where the directory of the shards would be"
-    )
+    (tmp_path / "d/train/encoded_tokens/c").write_text("where the shards' directory would be")
     writer.append(np.arange(300), np.array([300]))
     with pytest.raises(ValueError, match="encoded_tokens/c"):
         writer.close()
     with pytest.raises(ValueError, match="is incomplete"):
-        Reader(str(tmp_path / "d"), "train")
+        opened(tmp_path / "d")
 
 
 def test_a_resumed_writer_leaves_the_same_files(tmp_path, small_chunks):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
     parts = [random_documents(np.random.default_rng(seed), 30) for seed in range(5)]
-    write(tmp_path / "whole", parts)
-    first = Writer(str(tmp_path / "killed"), "train")
+    write(whole, parts)
+    first = Writer(str(killed), "train")
     for part in parts[:2]:
         first.append(*part)
     first.save({"part": 2})
     first.append(*random_documents(np.random.default_rng(9), 99))  # after the state: written again
     with pytest.raises(ValueError, match="killed/train is incomplete"):
-        Reader(str(tmp_path / "killed"), "train")
-    assert Writer(str(tmp_path / "killed"), "train", resume=True).place == {"part": 2}
-    write(tmp_path / "killed", parts[2:], resume=True)
-    assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
+        opened(killed)
+    assert Writer(str(killed), "train", resume=True).place == {"part": 2}
+    write(killed, parts[2:], resume=True)
+    assert tree(killed) == tree(whole)
 
 
 def edit_json(path, change):
@@ -234,91 +230,70 @@ DAMAGES = {
 def test_damage_is_one_clear_error(tmp_path, small_chunks, name):
     write(tmp_path / "d", [(np.arange(700), np.array([700]))])
     damage, message = DAMAGES[name]
-    Reader(str(tmp_path / "d"), "train")
+    opened(tmp_path / "d")
     damage(tmp_path / "d/train")
     with pytest.raises(ValueError, match=message):
-        Reader(str(tmp_path / "d"), "train")
+        opened(tmp_path / "d")
 
 
 def test_corrupt_byte_is_noticed(tmp_path, small_chunks):
     write(tmp_path / "d", [(np.random.default_rng(0).integers(0, 9, 700), np.array([700]))])
     shard = tmp_path / "d/train/encoded_tokens/c/1"
     content = shard.read_bytes()
+    message = r"cannot read tokens \d+ to \d+; .* corrupt: .*/encoded_tokens/c/1\""
     for place in range(0, len(content), 23):
         shard.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(
-            ValueError, match=r"cannot read tokens \d+ to \d+; .* corrupt: .*/encoded_tokens/c/1\""
-        ):
-            Reader(str(tmp_path / "d"), "train").read(np.array([256]), np.array([256]))
+        with pytest.raises(ValueError, match=message):
+            opened(tmp_path / "d").read(np.array([256]), np.array([256]))
 
 
 @pytest.mark.parametrize("how", ["written again", "moved in", "half written"])
 def test_a_dataset_that_was_replaced_is_not_read_on(tmp_path, small_chunks, how):
     """Of the same sizes: nothing but the tokens differs. Other splits do not matter."""
+    path, lengths = tmp_path / "d", np.array([300, 400])
     old, new = np.arange(700), np.arange(700)[::-1]
-    write(tmp_path / "d", [(old, np.array([300, 400]))])
-    reader = Reader(f"file://{tmp_path}/d", "train")
-    write(tmp_path / "d", [(new, np.array([700]))], split="validation")
+    write(path, [(old, lengths)])
+    reader = Reader(f"file://{path}", "train")
+    write(path, [(new, np.array([700]))], split="validation")
     assert np.array_equal(flat_tokens.decode(read_whole(reader))[0], old)
     if how == "moved in":
-        write(tmp_path / "new", [(new, np.array([300, 400]))])
-        (tmp_path / "d").rename(tmp_path / "old")
-        (tmp_path / "new").rename(tmp_path / "d")
+        write(tmp_path / "new", [(new, lengths)])
+        path.rename(tmp_path / "old")
+        (tmp_path / "new").rename(path)
     else:
-        flat_tokens.format.clear_split(str(tmp_path / "d"), "train", overwrite=True)
+        flat_tokens.format.clear_split(str(path), "train", overwrite=True)
     if how == "written again":
-        write(tmp_path / "d", [(new, np.array([300, 400]))])
+        write(path, [(new, lengths)])
     if how == "half written":
-        Writer(str(tmp_path / "d"), "train").append(new, np.array([300, 400]))
-    for read in (
-        lambda: reader.read(np.array([0]), np.array([700])),
-        lambda: reader.document_spans(np.array([1])),
-    ):
-        with pytest.raises(
-            ValueError, match=r"d/train was replaced or deleted while it was read\. Restart the"
-        ):
-            read()
-
-
-def test_a_damaged_dataset_of_seqax(tmp_path):
-    shutil.copytree(SEQAX, tmp_path / "d")
-    truncate(tmp_path / "d/validation/seq_starts/0", -10)
-    with pytest.raises(
-        ValueError, match=r"cannot read seq_starts; .* corrupt: .*seq_starts/0.*blosc"
-    ):
-        Reader(str(tmp_path / "d"), "validation")
-    (tmp_path / "d/train/encoded_tokens/0").unlink()
-    with pytest.raises(ValueError, match="a file is missing"):
-        Reader(str(tmp_path / "d"), "train")
+        Writer(str(path), "train").append(new, lengths)
+    message = r"d/train was replaced or deleted while it was read\. Restart the"
+    with pytest.raises(ValueError, match=message):
+        reader.read(np.array([0]), np.array([700]))
+    with pytest.raises(ValueError, match=message):
+        reader.document_spans(np.array([1]))
 
 
 def test_fingerprint(tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    ids, lengths = rng.integers(0, 999, 5000), np.full(100, 50)
+    ids, lengths = np.random.default_rng(0).integers(0, 999, 5000), np.full(100, 50)
     write(tmp_path / "a", [(ids, lengths)])
     shutil.copytree(tmp_path / "a", tmp_path / "moved")
     monkeypatch.setattr(flat_tokens.writer, "INNER_CHUNK", 64)
     write(tmp_path / "rewritten", [(ids, lengths)])
-    write(tmp_path / "shuffled", [(np.concatenate([ids[2500:], ids[:2500]]), lengths)])
-    a, moved, rewritten, shuffled = (
-        Reader(str(tmp_path / name), "train").fingerprint
-        for name in ("a", "moved", "rewritten", "shuffled")
-    )
+    write(tmp_path / "shuffled", [(np.roll(ids, 2500), lengths)])
+    names = "a", "moved", "rewritten", "shuffled"
+    a, moved, rewritten, shuffled = (opened(tmp_path / name).fingerprint for name in names)
     assert a == moved == rewritten != shuffled
     assert a.startswith("5000 tokens, 100 documents, ids to 998, ")
     write(tmp_path / "small", [(ids[:3], lengths[:1] - 47)])
-    assert Reader(str(tmp_path / "small"), "train").fingerprint.startswith("3 tokens, 1 documents")
+    assert opened(tmp_path / "small").fingerprint.startswith("3 tokens, 1 documents")
 
 
 def test_missing_dataset_and_split(tmp_path):
     write(tmp_path / "d", [(np.arange(10), np.array([10]))])
-    for path, split, there in (
-        (tmp_path / "nowhere", "train", ""),
-        (tmp_path / "d", "validation", " It has train."),
-    ):
-        with pytest.raises(
-            ValueError, match=f"No flat-tokens split at {path}/{split}.{there} Correct the path"
-        ):
+    for name, split, there in (("nowhere", "train", ""), ("d", "validation", " It has train.")):
+        path = tmp_path / name
+        message = f"No flat-tokens split at {path}/{split}.{there} Correct the path"
+        with pytest.raises(ValueError, match=message):
             Reader(str(path), split)
 
 
@@ -328,30 +303,20 @@ def test_numpy_annotations_are_checked():
 
 
 def test_examples_of_the_documentation(tmp_path, monkeypatch):
-    root = Path(__file__).parents[2]
-    text = (root / "docs/formats.md").read_text().partition("\n## Checkpoints\n")[0]
+    text = (ROOT / "docs/formats.md").read_text().partition("\n## Checkpoints\n")[0]
     examples = [block.split("```")[0] for block in text.split("```python\n")[1:]]
-    (tmp_path / "synthetic_dataset.zarr").symlink_to(root / "synthetic_dataset.zarr")
+    (tmp_path / "synthetic_dataset.zarr").symlink_to(ROOT / "synthetic_dataset.zarr")
     monkeypatch.chdir(tmp_path)
     names = {}
     for example in examples:
         exec(example, names)
     assert len(examples) == 3
     assert names["is_start"].tolist() == [True] + [False] * (names["ids"].size - 1)
-    starts = zarr.open_group("data/mine.zarr", mode="r")["train/seq_starts"][:]
-    assert starts.tolist() == [0, 3, 5]
-    exec(program_for_seqax(), {})
-    assert (
-        Reader("data/mine_for_seqax.zarr", "train").fingerprint
-        == Reader("data/mine.zarr", "train").fingerprint
-    )
-    assert zarr.open_group("data/mine.zarr", mode="r")["train/input_language"][:].tolist() == [
-        0,
-        0,
-        0,
-        3,
-        3,
-    ]
+    group = zarr.open_group("data/mine.zarr", mode="r")["train"]
+    assert group["seq_starts"][:].tolist() == [0, 3, 5]
+    assert group["input_language"][:].tolist() == [0, 0, 0, 3, 3]
+    exec((ROOT / "docs/recipes/zarr_v2.py").read_text(), {})
+    assert opened("data/mine_for_seqax.zarr").fingerprint == opened("data/mine.zarr").fingerprint
 
 
 def write_tokens(path, ids, kind):
@@ -375,67 +340,17 @@ def test_token_files_of_other_trainers(tmp_path, monkeypatch, kind):
     """
     ids = np.random.default_rng(0).integers(0, 9, 200)
     (folder := tmp_path / "tokens").mkdir()
-    paths = [
-        write_tokens(folder / f"{i}.bin", part, kind) for i, part in enumerate(np.split(ids, [70]))
-    ]
-    monkeypatch.setattr(
-        sys, "argv", ["token_files.py", str(tmp_path / "d"), "train", "3", *map(str, paths)]
-    )
-    runpy.run_path(str(Path(__file__).parents[2] / "docs/recipes/token_files.py"))
-    reader = Reader(str(tmp_path / "d"), "train")
-    found, is_start = flat_tokens.decode(read_whole(reader))
+    parts = enumerate(np.split(ids, [70]))
+    paths = [write_tokens(folder / f"{i}.bin", part, kind) for i, part in parts]
+    arguments = ["token_files.py", str(tmp_path / "d"), "train", "3", *map(str, paths)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    runpy.run_path(str(ROOT / "docs/recipes/token_files.py"))
+    found, is_start = flat_tokens.decode(read_whole(opened(tmp_path / "d")))
     assert found.tolist() == ids.tolist()
     assert is_start.tolist() == [True, *(ids[:-1] == 3)]
+    way = r"holds token ids, .*token_files\.py"
     for path in (str(paths[0]), str(folder)):
-        with pytest.raises(
-            ValueError, match=r"No flat-tokens split at .* holds token ids, .*token_files\.py"
-        ):
-            Reader(path, "train")
-        with pytest.raises(
-            ValueError, match=r"No text file matches .* holds token ids, .*token_files\.py"
-        ):
+        with pytest.raises(ValueError, match=rf"No flat-tokens split at .* {way}"):
+            opened(path)
+        with pytest.raises(ValueError, match=rf"No text file matches .* {way}"):
             find_files([path], "train")
-
-
-def program_for_seqax():
-    return (Path(__file__).parents[2] / "docs/recipes/zarr_v2.py").read_text()
-
-
-def test_the_copy_for_seqax_is_laid_out_as_its_own_dataset(tmp_path, monkeypatch):
-    """seqax's own dataset, written by this project's writer and copied back, has the same arrays in
-    the same files.
-
-    They are unpacked here as zarr v2 specifies, without zarr-python: seqax has zarr-python 2.
-    """
-    monkeypatch.chdir(tmp_path)
-    for split in ("train", "validation"):
-        reader = Reader(str(SEQAX), split)
-        ids, _ = flat_tokens.decode(read_whole(reader))
-        write(
-            "data/mine.zarr",
-            [(ids, reader.document_spans(np.arange(reader.num_documents))[1])],
-            split,
-        )
-    exec(program_for_seqax(), {})
-    copy, load = Path("data/mine_for_seqax.zarr"), lambda *path: json.loads(Path(*path).read_text())
-    for group in (copy, copy / "train", copy / "validation"):
-        assert load(group, ".zgroup") == {"zarr_format": 2}
-    for split in ("train", "validation"):
-        assert load(copy, split, ".zattrs") == load(SEQAX, split, ".zattrs")
-        for name in ("encoded_tokens", "seq_starts"):
-            mine, theirs = (load(root, split, name, ".zarray") for root in (copy, SEQAX))
-            for key in ("zarr_format", "shape", "chunks", "dtype", "order", "compressor"):
-                assert mine[key] == theirs[key]
-            assert mine["filters"] is None  # theirs are the differences of seq_starts
-            files = [
-                {x.name for x in (root / split / name).iterdir()} - {".zattrs"}
-                for root in (copy, SEQAX)
-            ]
-            assert files[0] == files[1]
-            chunk = numcodecs.get_codec(mine["compressor"]).decode(
-                (copy / split / name / "0").read_bytes()
-            )
-            values = np.frombuffer(chunk, mine["dtype"])[: mine["shape"][0]]
-            np.testing.assert_array_equal(
-                values, zarr.open_group(str(SEQAX), mode="r")[split][name][:]
-            )

@@ -54,15 +54,7 @@ def data(filespecs, weights, **settings):
     return DataConfig(mixture=sources, **settings)
 
 
-WEIGHTS = [
-    [1.0],
-    [1, 1],
-    [0.7, 0.2, 0.1],
-    [1 / 3, 1 / 3, 1 / 3],
-    [1e6, 1, 3e4],
-    [5, 1e-3, 1e-3, 1e-3],
-    [1e-5, 1, 1e-5],
-]
+WEIGHTS = [[1.0], [0.7, 0.2, 0.1], [1 / 3, 1 / 3, 1 / 3], [1e6, 1, 3e4], [1e-5, 1, 1e-5]]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -104,36 +96,25 @@ def test_sequences_before_a_number_are_counted_over_periods():
         assert quotas.before(periods * period + 1500).tolist() == counted.tolist()
 
 
-def test_epochs_go_on_after_a_period(filespecs):
-    loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 7, SEQ_LEN)
-    assert loader.epochs_before(10**6) == Fraction(7 * 10**6, 300)
-    mixed = make_loader(data(filespecs, {"web": 3, "books": 1}), "train", 8, SEQ_LEN)
-    assert mixed.num_tokens == 350 * SEQ_LEN
-
-
 def test_mixture_is_pinned():
     """These values may never change: a run that resumes would see other batches than it did
     before.
     """
     quotas = Quotas([0.6, 0.3, 0.1], seed=7)
     source, number = quotas.locate(np.array([0, 1, 2, 3, 4, 5, 1024, 10**6, 10**12]))
-    assert (source.tolist(), number.tolist()) == PINNED
-
-
-PINNED = ([2, 1, 0, 0, 0, 1, 1, 0, 1], [0, 0, 0, 1, 2, 1, 307, 600002, 300000190735])
+    assert source.tolist() == [2, 1, 0, 0, 0, 1, 1, 0, 1]
+    assert number.tolist() == [0, 0, 0, 1, 2, 1, 307, 600002, 300000190735]
 
 
 def test_rows_of_a_source_are_those_it_gives_alone(filespecs):
-    loader = make_loader(
-        data(filespecs, {"web": 2, "books": 1, "code": 1}, seed=5), "train", 256, SEQ_LEN
-    )
+    mixed = data(filespecs, {"web": 2, "books": 1, "code": 1}, seed=5)
+    loader = make_loader(mixed, "train", 256, SEQ_LEN)
     targets = np.concatenate([loader.sequences(step, np.arange(256)).targets for step in range(4)])
     source = targets[:, 0] // 1000
     for i, name in enumerate(ROWS):
         mine = targets[source == i]
-        alone = make_loader(
-            DataConfig(filespec=filespecs[name], seed=5), "train", len(mine), SEQ_LEN
-        )
+        single = DataConfig(filespec=filespecs[name], seed=5)
+        alone = make_loader(single, "train", len(mine), SEQ_LEN)
         np.testing.assert_array_equal(mine, alone.sequences(0, np.arange(len(mine))).targets)
         # Exact epochs: before a row comes for the n-th time, each has come n - 1 times.
         counts = np.bincount(mine[: len(mine) // ROWS[name] * ROWS[name], 0] - 1000 * i)
@@ -152,35 +133,25 @@ def test_any_step_and_any_rows(filespecs):
 # ---- the length of a run -------------------------------------------------------------------------
 
 
+def of_web(filespecs, batch_size=7):
+    return make_loader(DataConfig(filespec=filespecs["web"]), "train", batch_size, SEQ_LEN)
+
+
 def test_run_length(filespecs):
-    loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 7, SEQ_LEN)
+    loader = of_web(filespecs)
+    assert loader.epochs_before(10**6) == Fraction(7 * 10**6, 300)
     assert steps_for(loader, steps=10**9) == 10**9
-    assert [steps_for(loader, tokens=tokens) for tokens in (56, 111, 112, 10**11)] == [
-        1,
-        1,
-        2,
-        10**11 // 56,
-    ]
-    assert [steps_for(loader, epochs=epochs) for epochs in (1, 2, 0.5, 0.7, 7)] == [
-        42,
-        85,
-        21,
-        30,
-        300,
-    ]
-    # Whole epochs end with a whole batch here, which no rounding may take away.
-    for batch_size in (3, 4, 50, 100):
-        loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", batch_size, SEQ_LEN)
-        assert [steps_for(loader, epochs=n) for n in range(1, 9)] == [
-            n * 300 // batch_size for n in range(1, 9)
-        ]
-
-
-def test_skipped_batches_of_the_epochs_have_no_step(filespecs):
-    """Two epochs have the batches 0 to 84. Batch 84 is named twice, and 85 comes after them."""
-    loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 7, SEQ_LEN)
+    for tokens, steps in ((56, 1), (111, 1), (112, 2), (10**11, 10**11 // 56)):
+        assert steps_for(loader, tokens=tokens) == steps
+    for epochs, steps in ((1, 42), (2, 85), (0.5, 21), (0.7, 30), (7, 300)):
+        assert steps_for(loader, epochs=epochs) == steps
+    # Batches 0 to 84: batch 84 is named twice, and 85 comes after them.
     assert steps_for(loader, epochs=2, skip_steps=[0, 84, 85, 84]) == 83
     assert steps_for(loader, steps=85, skip_steps=[0, 84]) == 85
+    # Whole epochs end with a whole batch here, which no rounding may take away.
+    for size in (3, 4, 50, 100):
+        found = [steps_for(of_web(filespecs, size), epochs=n) for n in range(1, 9)]
+        assert found == [n * 300 // size for n in range(1, 9)]
 
 
 def test_passes_over_the_sources(filespecs):
@@ -190,17 +161,11 @@ def test_passes_over_the_sources(filespecs):
     """
     first = make_loader(data(filespecs, {"web": 1, "code": 1}), "train", 16, SEQ_LEN)
     assert first.passes(64) == {"web": Fraction(512, 300), "code": Fraction(512, 7)}
-    later = make_loader(
-        data(filespecs, {"web": 3, "books": 1}), "train", 16, SEQ_LEN, after=first, first=64
-    )
-    expected = {
-        "web": Fraction(512 + 768, 300),
-        "books": Fraction(256, 50),
-        "code": Fraction(512, 7),
-    }
-    assert later.passes(128) == expected
-    of_one = make_loader(DataConfig(filespec=filespecs["books"]), "train", 10, SEQ_LEN)
-    assert of_one.passes(7) == {filespecs["books"]: Fraction(7, 5)}
+    others = data(filespecs, {"web": 3, "books": 1})
+    later = make_loader(others, "train", 16, SEQ_LEN, after=first, first=64)
+    of_web, of_books = Fraction(512 + 768, 300), Fraction(256, 50)
+    assert later.passes(128) == {"web": of_web, "books": of_books, "code": Fraction(512, 7)}
+    assert later.num_tokens == 350 * SEQ_LEN
 
 
 SKIPS = [skips for count in range(6) for skips in itertools.combinations(range(5), count)]
@@ -234,113 +199,91 @@ def test_batches_that_were_trained_on_stay(done):
     ("length", "message"),
     [
         ({}, "as one of steps, tokens, epochs and minutes; given: none"),
-        (
-            {"steps": 1, "tokens": 5},
-            "as one of steps, tokens, epochs and minutes; given: steps=1, tokens=5",
-        ),
+        ({"steps": 1, "tokens": 5}, "tokens, epochs and minutes; given: steps=1, tokens=5"),
         ({"steps": 0}, "steps=0 in steps of 56 tokens, is 0; it must be at least 1"),
         ({"tokens": 55}, "run, tokens=55 in steps of 56 tokens, is 0; it must be at least 1"),
         ({"epochs": 0.01}, "epochs=0.01 in steps of 56 tokens, is 0"),
-        ({"epochs": 1, "of_mixture": True}, "epochs=1, but only a single dataset has epochs"),
     ],
 )
 def test_run_length_errors(filespecs, length, message):
-    length = dict(length)
-    mixture = data(filespecs, {"web": 1, "books": 1})
-    config = mixture if length.pop("of_mixture", False) else DataConfig(filespec=filespecs["web"])
-    loader = make_loader(config, "train", 7, SEQ_LEN)
     with pytest.raises(ValueError, match=message):
-        steps_for(loader, **length)
+        steps_for(of_web(filespecs), **length)
+
+
+def test_a_mixture_has_no_epochs(filespecs):
+    loader = make_loader(data(filespecs, {"web": 1, "books": 1}), "train", 7, SEQ_LEN)
+    with pytest.raises(ValueError, match="epochs=1, but only a single dataset has epochs"):
+        steps_for(loader, epochs=1)
 
 
 # ---- settings ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "Set one of data.filespec, data.mixture and data.stream; none of them is set"),
-        (
-            {"filespec": "web", "mixture": {"a": SourceConfig("books")}},
-            "data.filespec and data.mixture is set",
-        ),
-        ({"mixture": {"a": SourceConfig("web", 0)}}, r"mixture.a.weight is 0; it must be above 0"),
-        (
-            {"mixture": {"a": SourceConfig("web", float("inf"))}},
-            r"mixture.a.weight is inf; it must be above 0 and finite",
-        ),
-        (
-            {"mixture": {"a": SourceConfig("web", 1e9), "b": SourceConfig("books")}},
-            "data.mixture.b.weight is 1.0, less than one sequence in 1048576",
-        ),
-        ({"filespec": "web", "prefetch": 0}, "prefetch is 0; it must be at least 1"),
-        (
-            {"mixture": {"a": SourceConfig("web"), "b": SourceConfig("nowhere")}},
-            "No flat-tokens split at nowhere/train",
-        ),
-    ],
-)
+WEB, BOOKS = SourceConfig("web"), SourceConfig("books")
+CONTRADICTIONS = [
+    ({}, "Set one of data.filespec, data.mixture and data.stream; none of them is set"),
+    ({"filespec": "web", "mixture": {"a": BOOKS}}, "data.filespec and data.mixture is set"),
+    ({"mixture": {"a": SourceConfig("web", 0)}}, r"mixture.a.weight is 0; it must be above 0"),
+    (
+        {"mixture": {"a": SourceConfig("web", float("inf"))}},
+        r"mixture.a.weight is inf; it must be above 0 and finite",
+    ),
+    (
+        {"mixture": {"a": SourceConfig("web", 1e9), "b": BOOKS}},
+        "data.mixture.b.weight is 1.0, less than one sequence in 1048576",
+    ),
+    ({"filespec": "web", "prefetch": 0}, "prefetch is 0; it must be at least 1"),
+    (
+        {"mixture": {"a": WEB, "b": SourceConfig("nowhere")}},
+        "No flat-tokens split at nowhere/train",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), CONTRADICTIONS)
 def test_contradictory_settings(filespecs, settings, message):
-    settings = dict(settings)
+    settings = settings | {
+        "mixture": {
+            name: SourceConfig(filespecs.get(source.filespec, source.filespec), source.weight)
+            for name, source in settings.get("mixture", {}).items()
+        }
+    }
     if "filespec" in settings:
         settings["filespec"] = filespecs[settings["filespec"]]
-    settings["mixture"] = {
-        name: SourceConfig(filespecs.get(source.filespec, source.filespec), source.weight)
-        for name, source in settings.get("mixture", {}).items()
-    }
     with pytest.raises(ValueError, match=message):
         make_loader(DataConfig(**settings), "train", 4, SEQ_LEN)
 
 
-def test_a_dataset_may_move_but_not_change(filespecs, tmp_path):
-    state = make_loader(DataConfig(filespec=filespecs["web"]), "train", 4, SEQ_LEN).state(3)
-    state = json.loads(json.dumps(state))
-    shutil.copytree(filespecs["web"], tmp_path / "moved")
-    moved = DataConfig(filespec=str(tmp_path / "moved"))
-    assert make_loader(moved, "train", 4, SEQ_LEN, state=state).state(9) == state
-    before, after = (
-        {"data": asdict(data), "training": {}}
-        for data in (DataConfig(filespec=filespecs["web"]), moved)
-    )
-    assert config_differences(before, after, fixed_settings(before, after)) == []
-    with pytest.raises(
-        ValueError, match=r"made with other data: dataset of .*; this run has .* tokens"
-    ):
-        make_loader(DataConfig(filespec=filespecs["code"]), "train", 4, SEQ_LEN, state=state)
+def test_datasets_may_move_but_not_change_nor_their_order(filespecs, tmp_path):
+    def opened(mixture, state=None):
+        found = make_loader(mixture, "train", 4, SEQ_LEN, state=state).state(3)
+        return json.loads(json.dumps(found))
 
-
-def test_the_datasets_of_a_mixture_may_not_change_nor_their_order(filespecs, tmp_path):
-    weights = {"web": 1, "code": 2}
-    state = make_loader(data(filespecs, weights), "train", 4, SEQ_LEN).state(3)
-    assert list(state) == ["mixture.web", "mixture.code"]
     shutil.copytree(filespecs["web"], tmp_path / "moved")
     moved = filespecs | {"web": str(tmp_path / "moved")}
-    make_loader(data(moved, weights), "train", 4, SEQ_LEN, state=state)
-    with pytest.raises(
-        ValueError, match=r"mixture.web of .*; this run has mixture.code of .*, mixture.web of"
-    ):
-        make_loader(data(filespecs, {"code": 2, "web": 1}), "train", 4, SEQ_LEN, state=state)
+    single, single_moved = (DataConfig(filespec=x["web"]) for x in (filespecs, moved))
+    state = opened(single)
+    assert opened(single_moved, state) == state
+    before, after = ({"data": asdict(x), "training": {}} for x in (single, single_moved))
+    assert config_differences(before, after, fixed_settings(before, after)) == []
+    with pytest.raises(ValueError, match=r"with other data: dataset of .*; this run has .* tokens"):
+        opened(DataConfig(filespec=filespecs["code"]), state)
+
+    weights = {"web": 1, "code": 2}
+    state = opened(data(filespecs, weights))
+    assert list(state) == ["mixture.web", "mixture.code"]
+    opened(data(moved, weights), state)
+    message = r"mixture.web of .*; this run has mixture.code of .*, mixture.web of"
+    with pytest.raises(ValueError, match=message):
+        opened(data(filespecs, {"code": 2, "web": 1}), state)
     changed = filespecs | {"web": filespecs["code"], "code": filespecs["web"]}
     with pytest.raises(ValueError, match=r"made with other data: mixture.web of"):
-        make_loader(data(changed, weights), "train", 4, SEQ_LEN, state=state)
+        opened(data(changed, weights), state)
 
 
 def test_validation_is_in_order(filespecs):
-    loader = make_loader(DataConfig(filespec=filespecs["web"]), "validation", 4, SEQ_LEN)
-    assert loader.sequences(0, np.arange(4)).targets[:, 0].tolist() == [0, 1, 2, 3]
     mixed = data(filespecs, {"web": 1, "code": 1})
-    loader = make_loader(mixed, "validation", 64, SEQ_LEN)
-    first = loader.sequences(0, np.arange(64)).targets[:, 0]
-    assert first[first < 1000].tolist() == list(range((first < 1000).sum()))
-
-
-def test_settings_that_fix_the_batches():
-    before = {"data": {"filespec": None, "mixture": {"a": {}, "b": {}}}, "training": {}}
-    after = {"data": {"filespec": "x", "mixture": {"b": {}, "c": {}}}, "training": {}}
-    fixed = fixed_settings(before, after)
-    assert {f"data.{name}" for name in ("seed", "shuffle", "sequence_packing", "stream")} < set(
-        fixed
-    )
-    assert {name for name in fixed if "mixture" in name} == {
-        f"data.mixture.{name}.weight" for name in "abc"
-    }
+    for each in (DataConfig(filespec=filespecs["web"]), mixed):
+        loader = make_loader(each, "validation", 64, SEQ_LEN)
+        first = loader.sequences(0, np.arange(64)).targets[:, 0]
+        assert first[first < 1000].tolist() == list(range((first < 1000).sum()))

@@ -74,26 +74,10 @@ def bpe(tmp_path_factory, texts):
     return str(path)
 
 
-def make(
-    files,
-    *,
-    batch_size=BATCH,
-    vocab_size=None,
-    state=None,
-    split="train",
-    stream_settings=None,
-    microbatches=1,
-    **settings,
-):
-    config = DataConfig(
-        stream=StreamConfig(
-            **{f"{split}_files": files, "shuffle_block": 8} | (stream_settings or {})
-        ),
-        **settings,
-    )
-    return make_loader(
-        config, split, batch_size, SEQ_LEN, vocab_size, state=state, microbatches=microbatches
-    )
+def make(files, *, state=None, split="train", stream_settings=None, vocab_size=None, **settings):
+    files = {f"{split}_files": files, "shuffle_block": 8}
+    config = DataConfig(stream=StreamConfig(**files | (stream_settings or {})), **settings)
+    return make_loader(config, split, BATCH, SEQ_LEN, vocab_size, state=state)
 
 
 def batches(loader, steps):
@@ -112,6 +96,11 @@ def same(first, second):
 
 def as_bytes(text):
     return np.frombuffer(text.encode(), np.uint8).astype(np.uint32) + 3
+
+
+def check_repeated(found, expected):
+    """What was read is `expected`, again and again."""
+    np.testing.assert_array_equal(found.ravel(), np.resize(expected, found.size))
 
 
 def test_a_stream_that_cannot_be_read_says_so_each_time(tmp_path):
@@ -135,14 +124,12 @@ def test_other_files_than_those_of_the_state_are_refused(tmp_path):
 
 def test_training_and_validation_on_the_same_data_are_refused(tmp_path, files):
     (tmp_path / "link.jsonl").symlink_to(files[0])
-    for settings in (
-        {"train_files": [str(tmp_path)]},
-        {"dataset": str(tmp_path), "validation": "train"},
+    for settings, of_validation in (
+        ({"train_files": [str(tmp_path)]}, files[:1]),
+        ({"dataset": str(tmp_path), "validation": "train"}, []),
     ):
-        of_validation = files[:1] if "train_files" in settings else []
-        with pytest.raises(
-            ValueError, match=r"data\.stream trains and validates on (.*link\.jsonl|train)\. Choose"
-        ):
+        message = r"data\.stream trains and validates on (.*link\.jsonl|train)\. Choose"
+        with pytest.raises(ValueError, match=message):
             make(of_validation, split="validation", stream_settings=settings)
 
 
@@ -152,28 +139,12 @@ def test_packed_in_order(files, texts):
     ids = np.concatenate(documents)
     marks = np.concatenate([np.arange(document.size) == 0 for document in documents])
     # Over the end of the stream, where the next epoch follows without a gap.
-    steps = 2 * ids.size // loader.tokens_per_batch
-    found = joined(batches(loader, range(steps)))
-    assert steps * loader.tokens_per_batch > 1.9 * ids.size
-    np.testing.assert_array_equal(found[0].ravel(), np.resize(ids, steps * loader.tokens_per_batch))
-    np.testing.assert_array_equal(
-        found[1].ravel(), np.resize(marks, steps * loader.tokens_per_batch)
-    )
+    found = joined(batches(loader, range(2 * ids.size // loader.tokens_per_batch)))
+    assert found[0].size > 1.9 * ids.size
+    check_repeated(found[0], ids)
+    check_repeated(found[1], marks)
     assert found[2].all()
     assert [field.dtype for field in found] == [np.uint32, np.bool_, np.bool_]
-
-
-@pytest.mark.parametrize(
-    ("separator", "expected"), [("\n", [b"one", b"two"]), (None, [b"one\ntwo\n"])]
-)
-def test_the_documents_of_a_text(tmp_path, separator, expected):
-    (tmp_path / "a.txt").write_bytes(b"one\ntwo\n")
-    loader = make([str(tmp_path)], shuffle=False, stream_settings={"text_separator": separator})
-    targets, is_seq_start, _ = joined(batches(loader, [0]))
-    ids = np.frombuffer(b"".join(expected), np.uint8) + 3
-    np.testing.assert_array_equal(targets.ravel(), np.resize(ids, targets.size))
-    starts = np.cumsum([0, *map(len, expected)])[:-1]
-    np.testing.assert_array_equal(np.flatnonzero(is_seq_start.ravel()[: ids.size]), starts)
 
 
 def test_unpacked(files, texts):
@@ -182,21 +153,16 @@ def test_unpacked(files, texts):
     documents = [as_bytes(text)[:SEQ_LEN] for text in texts if text][:60]
     expected = np.stack([np.pad(document, (0, SEQ_LEN - document.size)) for document in documents])
     np.testing.assert_array_equal(targets, expected)
-    np.testing.assert_array_equal(
-        loss_mask, np.arange(SEQ_LEN) < [[document.size] for document in documents]
-    )
-    np.testing.assert_array_equal(
-        is_seq_start, np.broadcast_to(np.arange(SEQ_LEN) == 0, expected.shape)
-    )
+    lengths = np.array([[document.size] for document in documents])
+    np.testing.assert_array_equal(loss_mask, np.arange(SEQ_LEN) < lengths)
+    np.testing.assert_array_equal(is_seq_start, np.tile(np.arange(SEQ_LEN) == 0, (60, 1)))
 
 
 def documents_of(found):
     """The documents that rows hold, those at either end cut."""
-    ids = np.concatenate([batch.targets.ravel() for batch in found])
-    marks = np.concatenate([batch.is_seq_start.ravel() for batch in found])
-    return [
-        bytes((part - 3).tolist()).decode() for part in np.split(ids, np.flatnonzero(marks)[1:])
-    ]
+    ids, marks = (x.ravel() for x in joined(found)[:2])
+    parts = np.split(ids, np.flatnonzero(marks)[1:])
+    return [bytes((part - 3).tolist()).decode() for part in parts]
 
 
 def test_shuffled_within_blocks(files, texts):
@@ -215,10 +181,10 @@ def test_shuffled_within_blocks(files, texts):
                 assert sorted(epoch[start : start + 8]) == sorted(whole[start : start + 8])
         assert first != second
         blocks = [
-            [whole.index(text) - start for text in first[start : start + 8]]
+            tuple(whole.index(text) - start for text in first[start : start + 8])
             for start in range(0, 72, 8)
         ]
-        assert len({tuple(block) for block in blocks}) > 5
+        assert len({*blocks}) > 5
         orders.append(first)
     assert orders[0] != orders[1]
 
@@ -229,11 +195,9 @@ def test_shuffled_within_blocks(files, texts):
 )
 def test_resumes_at_every_step_as_if_never_stopped(files, bpe, shuffle, packing, tokenizer):
     settings = {"shuffle": shuffle, "sequence_packing": packing}
-    settings["stream_settings"] = (
-        {"tokenizer_kind": "huggingface", "tokenizer": bpe, "end_token": "<|end|>"}
-        if tokenizer
-        else {}
-    )
+    if tokenizer:
+        kind = {"tokenizer_kind": "huggingface", "tokenizer": bpe, "end_token": "<|end|>"}
+        settings["stream_settings"] = kind
     loader = make(files, **settings)
     # More than an epoch.
     steps = 60 if packing else 40
@@ -253,9 +217,8 @@ def test_a_step_again_and_one_out_of_order(files):
     first = batches(loader, [0, 0, 1, 2, 3])
     same(first[:1], first[1:2])
     same(batches(loader, [2, 3, 0]), [first[3], first[4], first[0]])
-    with pytest.raises(
-        ValueError, match=r"has no state for step 9, only for 0, 4 and some in between"
-    ):
+    message = r"has no state for step 9, only for 0, 4 and some in between"
+    with pytest.raises(ValueError, match=message):
         loader.state(9)
     # batches are left out by reading them
     same(batches(loader, [9]), batches(make(files), range(10))[9:])
@@ -277,48 +240,31 @@ def test_unknown_length(files):
     loader = make(files)
     assert loader.num_tokens is None
     assert steps_for(loader, tokens=SEQ_LEN * BATCH * 5) == 5
-    with pytest.raises(
-        ValueError, match=r"only a single dataset has epochs. Give the length in steps or tokens"
-    ):
+    message = r"only a single dataset has epochs. Give the length in steps or tokens"
+    with pytest.raises(ValueError, match=message):
         steps_for(loader, epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"stream_settings": {"dataset": "allenai/c4"}},
-            "data.stream: give either `dataset`, .* or files",
-        ),
-        (
-            {"vocab_size": 258},
-            "has 259 ids, more than the model's vocabulary of 258. Set the vocabulary to 259",
-        ),
-        (
-            {"stream_settings": {"end_token": "<|end|>"}},
-            r"no token '<\|end\|>' for tokenizer.end_token. Choose one of its 3",
-        ),
-        ({"stream_settings": {"shuffle_block": 0}}, "shuffle_block is 0; it must be at least 1"),
-        (
-            {"stream_settings": {"text_field": "content"}},
-            r"no column 'content'; set text_field to one of \[",
-        ),
-        ({"seed": -1}, "seed is -1; it must be at least 0"),
-        (
-            {"stream_settings": {"tokenizer_kind": "huggingface", "tokenizer": "nowhere.json"}},
-            "no file 'nowhere.json'",
-        ),
-        (
-            {"stream_settings": {"tokenizer_kind": "words"}},
-            "tokenizer.kind is 'words'; choose one of bytes, hugg",
-        ),
-        (
-            {"stream_settings": {"tokenizer": "gpt2"}},
-            "tokenizer.name is 'gpt2' with tokenizer.kind bytes: give a name for all kinds but "
-            "bytes",
-        ),
-    ],
-)
+STREAM_ERRORS = [
+    ({"dataset": "allenai/c4"}, "data.stream: give either `dataset`, .* or files"),
+    (
+        {"end_token": "<|end|>"},
+        r"no token '<\|end\|>' for tokenizer.end_token. Choose one of its 3",
+    ),
+    ({"shuffle_block": 0}, "shuffle_block is 0; it must be at least 1"),
+    ({"text_field": "content"}, r"no column 'content'; set text_field to one of \["),
+    ({"tokenizer_kind": "huggingface", "tokenizer": "nowhere.json"}, "no file 'nowhere.json'"),
+    ({"tokenizer_kind": "words"}, "tokenizer.kind is 'words'; choose one of bytes, hugg"),
+    ({"tokenizer": "gpt2"}, "name is 'gpt2' with tokenizer.kind bytes: give a name for all kinds"),
+]
+ERRORS = [
+    ({"vocab_size": 258}, "259 ids, more than the model's vocabulary of 258. Set the vocabulary"),
+    ({"seed": -1}, "seed is -1; it must be at least 0"),
+    *(({"stream_settings": settings}, message) for settings, message in STREAM_ERRORS),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), ERRORS)
 def test_clear_errors(files, settings, message):
     with pytest.raises(ValueError, match=message):
         batches(make(files, **settings), [0])
@@ -341,7 +287,5 @@ def test_documents_without_tokens(tmp_path):
     settings = {"tokenizer_kind": "huggingface", "tokenizer": str(tmp_path)}
     loader = make([str(tmp_path / "a.jsonl")], shuffle=False, stream_settings=settings)
     targets, is_seq_start, _ = joined(batches(loader, range(3)))
-    np.testing.assert_array_equal(targets.ravel(), np.resize([0, 1, 1, 0, 0], targets.size))
-    np.testing.assert_array_equal(
-        is_seq_start.ravel(), np.resize([True, False, True, True, False], targets.size)
-    )
+    check_repeated(targets, [0, 1, 1, 0, 0])
+    check_repeated(is_seq_start, [True, False, True, True, False])

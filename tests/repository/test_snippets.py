@@ -26,10 +26,10 @@ RUN_BY = {
     "huggingface.md": "models/test_huggingface_export.py",
     "mixing.md": "train/test_mixing_page.py",
     "models.md": "train/test_inputs.py",
-    "ops.md": "shardlib/test_op_examples.py",
+    "ops.md": "shardlib/test_pages.py",
     "other-trainers.md": "repository/test_snippets.py",
-    "parallelism.md": "shardlib/test_schedule_page.py",
-    "sharding-types.md": "shardlib/test_sharding_types_doc.py",
+    "parallelism.md": "shardlib/test_pages.py",
+    "sharding-types.md": "shardlib/test_pages.py",
     "soundness.md": "inspect/test_selection.py",
 }
 """The test of each page with Python in it. A block of huggingface.md and one of soundness.md are

@@ -15,7 +15,7 @@ from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map
 from shardlib.testing import sizes_of
 
 MESH = AbstractMesh((2, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
-SIZES = {"B": 4, "L": 6, "S": 6, "M": 8, "N": 8, "F": 12, "V": 16, "U": 2}
+SIZES = {"B": 4, "L": 6, "S": 6, "M": 8, "N": 8, "F": 12, "V": 16, "U": 2, "BN": 32, "2": 2}
 
 # The operands that the cases below take by name.
 OPERANDS = {
@@ -30,6 +30,10 @@ OPERANDS = {
     "small": f32["F/t U"],
     "bias": f32["M"],
     "whole": f32["V M"],
+    "fused": f32["M/d 2 F/t"],
+    "rows": f32["B/d S M"],
+    "at": i32["B/d L/t"],
+    "experts": f32["BN/d M F/t"],
 }
 
 

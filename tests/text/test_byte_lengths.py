@@ -17,7 +17,6 @@ from shardwright.data.text.tokenizers import (
     Tokenizer,
     byte_lengths,
     byte_lengths_of_datasets,
-    open_tokenizer,
 )
 from shardwright.tools import huggingface_to_flat_tokens as tool
 from shardwright.tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
@@ -35,10 +34,8 @@ def texts():
     with lzma.open(ROOT / "shardwright/shipped/austen_validation.jsonl.xz") as lines:
         chapters = [json.loads(line)["text"] for line in lines]
     # A text that quotes the space of SentencePiece means a space by it, of fewer bytes.
-    return [
-        *[text for text in PROBES if "\u2581" not in text],
-        *(chapter[:3000] for chapter in chapters),
-    ]
+    plain = [text for text in PROBES if "\u2581" not in text]
+    return plain + [chapter[:3000] for chapter in chapters]
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +50,9 @@ def changed(definition, **changes):
 def check_documents(tokenizer, texts):
     """Each document has its bytes."""
     encoded, lengths = tokenizer.encode(texts), byte_lengths(tokenizer)
-    for ids, text in zip(
-        np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), texts, strict=True
-    ):
+    parts = np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])
+    for ids, text in zip(parts, texts, strict=True):
         assert lengths.count(ids, np.arange(ids.size) == 0) == len(text.encode())
-
-
-def test_bytes(texts):
-    tokenizer = open_tokenizer("bytes", end_token="</s>")
-    check_documents(tokenizer, texts)
 
 
 @pytest.mark.parametrize("end_token", [None, "<|end|>", "q"])
@@ -78,26 +69,19 @@ def test_a_space_before_documents(texts, bpe):
     check_documents(tokenizer, [text for text in texts if not text[0].isspace()])
 
 
+SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "bb"}
+STRIP = [{"type": "NFC"}, {"type": "StripAccents"}]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"normalizer": {"type": "Lowercase"}},
-        {
-            "normalizer": {
-                "type": "Sequence",
-                "normalizers": [{"type": "NFC"}, {"type": "StripAccents"}],
-            }
-        },
-        {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "bb"}},
+        {"normalizer": {"type": "Sequence", "normalizers": STRIP}},
+        {"normalizer": REPLACE},
         {"pre_tokenizer": {"type": "Whitespace"}},
-        {
-            "pre_tokenizer": {
-                "type": "Split",
-                "pattern": {"String": " "},
-                "behavior": "Removed",
-                "invert": False,
-            }
-        },
+        {"pre_tokenizer": SPACES},
         {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
     ],
 )
@@ -106,9 +90,8 @@ def test_tokens_that_do_not_spell_the_text(bpe, changes):
 
 
 def test_no_damage_ends_a_run(tmp_path):
-    assert (
-        byte_lengths_of_datasets(Reader(write(tmp_path / "none", attributes={}), "train")) is None
-    )
+    without = write(tmp_path / "none", attributes={})
+    assert byte_lengths_of_datasets(Reader(without, "train")) is None
     path = write(tmp_path / "d", attributes={"tokenizer": {"kind": "huggingface"}})
     assert byte_lengths_of_datasets(Reader(path, "train")) is None
     for content in ("", "{}", "[]", '{"model": 3}', '{"model": {"vocab": {}}, "normalizer": "x"}'):
@@ -116,29 +99,24 @@ def test_no_damage_ends_a_run(tmp_path):
         assert byte_lengths_of_datasets(Reader(path, "train")) is None
 
 
-@pytest.mark.parametrize("kind", ["train_bpe", pytest.param("bytes", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["train_bpe"])
 def test_a_whole_split_has_the_bytes_of_the_text(tmp_path, texts, kind):
     """A part has fewer, and a mixture of both those of both."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    end = {"bytes": "</s>", "train_bpe": "<|end|>"}[kind]
-    tokenizer = TokenizerConfig(kind=kind, vocab_size=400, end_token=end)
-    split = SplitConfig(files=[str(tmp_path / "a.jsonl")])
-    tool.run(
-        Settings(
-            str(tmp_path / "d"), train=split, validation=None, tokenizer=tokenizer, num_workers=1
-        )
-    )
-    config = DataConfig(filespec=str(tmp_path / "d"), shuffle=False)
+    tokenizer = TokenizerConfig(kind=kind, vocab_size=400, end_token="<|end|>")
+    split, path = SplitConfig(files=[str(tmp_path / "a.jsonl")]), str(tmp_path / "d")
+    tool.run(Settings(path, train=split, validation=None, tokenizer=tokenizer, num_workers=1))
+    config = DataConfig(filespec=path, shuffle=False)
+
+    def bytes_of(length, step=0, config=config):
+        return FlatTokensLoader(config, "train", 1, length).text(step).utf8_bytes
+
     loader = FlatTokensLoader(config, "train", 1, 1)
-    lengths, size = loader.byte_lengths, sum(len(text.encode()) for text in texts)
-    whole = FlatTokensLoader(config, "train", 1, loader.num_tokens)
-    assert whole.text(0).utf8_bytes == size
-    half = loader.num_tokens // 2
-    parts = [FlatTokensLoader(config, "train", 1, half).text(step).utf8_bytes for step in range(2)]
-    rest = whole.sequences(0, np.arange(1)).targets[0, 2 * half :]
-    assert sum(parts) + lengths.count(rest, np.zeros(rest.size, bool)) == size
+    whole, half = loader.num_tokens, loader.num_tokens // 2
+    size = sum(len(text.encode()) for text in texts)
+    assert bytes_of(whole) == size
+    tokens = FlatTokensLoader(config, "train", 1, whole).sequences(0, np.arange(1)).targets[0]
+    rest = loader.byte_lengths.count(tokens[2 * half :], np.zeros(whole - 2 * half, bool))
+    assert bytes_of(half) + bytes_of(half, 1) + rest == size
     both = {name: SourceConfig(f"{tmp_path}/{name}") for name in ("d", "./d")}
-    mixture = FlatTokensLoader(
-        DataConfig(mixture=both, shuffle=False), "train", 1, loader.num_tokens
-    )
-    assert mixture.text(0).utf8_bytes == size
+    assert bytes_of(whole, config=DataConfig(mixture=both, shuffle=False)) == size
