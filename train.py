@@ -114,6 +114,7 @@ class Llama:
 
     Weights = Transformer
     mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document))
+    activation = staticmethod(jax.nn.silu)
 
     def __init__(self, config: ModelConfig, **changes: dict):
         """Initial std: weight_init_scale/√fan-in (embed: embed_init_scale); gains start at 1.
@@ -153,6 +154,11 @@ class Llama:
     ) -> act["B/b L/c/t M"]:
         """One transformer layer."""
         x = save_for_backward(x + self.attend(x, w, tokens, attention))
+        return x + self.mlp(x, w)
+
+    @typed
+    def mlp(self, x: act["B/b L/c/t M"], w: Any) -> act["B/b L/c/t M"]:
+        """Output of the MLP of a layer, which is added to the residual stream."""
         mlp_norm = shardops.all_gather("M/t/fsdp -> M", w.mlp_norm)
         nx = rms_norm(x, mlp_norm, self.config.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
@@ -160,11 +166,11 @@ class Llama:
         gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_gate))
         w_up = shardops.all_gather("M/fsdp F/t -> M F/t", w.w_up)
         up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up))
-        hidden: act["B/b L/c F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
+        hidden: act["B/b L/c F/t"] = (self.activation(jnp.float32(gate)) * up).astype(x.dtype)
         hidden = save_for_backward(hidden, cheap=True)
         w_down = shardops.all_gather("F/t M/fsdp -> F/t M", w.w_down)
         out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)
-        return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+        return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     @typed
     def attend(
@@ -172,6 +178,20 @@ class Llama:
     ) -> act["B/b L/c/t M"]:
         """Output of the attention of a layer, which is added to the residual stream."""
         angles = tokens.shared
+        q, k, v = self.heads(x, w)
+        v = save_for_backward(v)
+        q = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t Q D", q, w.q_norm), angles))
+        k = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t D", k, w.k_norm), angles))
+        attended = save_for_backward(attention(q, k, v, self.mask))
+        w_o = shardops.all_gather("K/t Q D M/fsdp -> K/t Q D M", w.w_o)
+        out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w_o)
+        return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+
+    @typed
+    def heads(
+        self, x: act["B/b L/c/t M"], w: Any
+    ) -> tuple[act["B/b L/c K/t Q D"], act["B/b L/c K/t D"], act["B/b L/c K/t D"]]:
+        """Queries, keys and values of a layer, before their norms and RoPE."""
         attention_norm = shardops.all_gather("M/t/fsdp -> M", w.attention_norm)
         nx = rms_norm(x, attention_norm, self.config.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
@@ -180,13 +200,7 @@ class Llama:
         w_k = shardops.all_gather("M/fsdp K/t D -> M K/t D", w.w_k)
         k = shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w_k)
         w_v = shardops.all_gather("M/fsdp K/t D -> M K/t D", w.w_v)
-        v = save_for_backward(shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w_v))
-        q = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t Q D", q, w.q_norm), angles))
-        k = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t D", k, w.k_norm), angles))
-        attended = save_for_backward(attention(q, k, v, self.mask))
-        w_o = shardops.all_gather("K/t Q D M/fsdp -> K/t Q D M", w.w_o)
-        out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w_o)
-        return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+        return q, k, shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w_v)
 
     def head_norm(self, heads: str, x: jax.Array, weight: jax.Array | None) -> jax.Array:
         """RMSNorm over D of queries or keys `x` of spec `heads`; without `weight`, `x` as it is."""
@@ -303,7 +317,8 @@ def head_loss(w: W, x: object, batch: TokenBatch, forward: Forward) -> f32[""]:
         # Each device of t holds the same losses: there is no sum over t.
         return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * targets.counted)
 
-    total = sum_in_chunks(summed, forward, w, x, Targets.of(batch))
+    parts = (sum_in_chunks(summed, forward, w, *part) for part in forward.predictions(x, batch))
+    total = functools.reduce(lambda a, b: a + b, parts)
     return shardops.psum("+b +c ->", total) / forward.count
 
 
@@ -368,7 +383,7 @@ def loss_and_gradients(
         def zeros(w: jax.Array) -> jax.Array:  # to which gradients are added, in f32 at least
             return jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32))
 
-        zero = jnp.zeros(()), jax.tree.map(zeros, gathered)
+        zero = jnp.zeros_like(count), jax.tree.map(zeros, gathered)
         (total, g), metrics = lax.scan(add, zero, (batch, seeds))
         layers = LayerMetrics.of_microbatches(metrics, config.model.layers)
     (g,) = reduce(jax.tree.map(lambda g, w: g.astype(w.dtype), g, gathered))
@@ -507,7 +522,7 @@ def init_state(key: jax.Array, config: Config, model: LanguageModel) -> State:
     mu = jax.tree.map(first_mu, updates, weights)
     nu = jax.tree.map(first_nu, updates, weights)
     average = jax.tree.map(jnp.copy, weights) if config.training.eval_average else None
-    return State(weights, mu, nu, average)
+    return rates.begun(State(weights, mu, nu, average), config.optimizer, updates)
 
 
 def make_training_step(config: Config, model: LanguageModel):
@@ -595,12 +610,14 @@ LISTENERS = (
 """What happens around each step, in this order."""
 
 
-def train(config: Config, model: LanguageModel, directory: Path) -> str | None:
+def train(
+    config: Config, model: LanguageModel, directory: Path, spec: StepSpec = SPEC
+) -> str | None:
     """Runs training on the current mesh to its end, or to the next of training.changes.
 
     Returns the name of the signal that stopped it, run.CHANGES if settings change next, or None.
     """
-    with Run(config, model, directory, SPEC, LISTENERS) as run:
+    with Run(config, model, directory, spec, LISTENERS) as run:
         state = run.begin()  # of the last checkpoint, or of init_state
         if run.is_over:  # resumed after its last step
             return run.end()

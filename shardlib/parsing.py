@@ -339,7 +339,7 @@ def named(what: str, name: str, known: Mapping[str, T], takes: str) -> T:
             f"module:function for your own {what}.{did_you_mean(name, known)}"
         ) from error
     try:
-        inspect.signature(found).bind(*takes.split(", "))
+        inspect.signature(found).bind(*filter(None, takes.split(", ")))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{name!r} is not {article} {what}: {error}. Write a function of ({takes})."

@@ -2,7 +2,7 @@
 it and the weight.
 
 `rows: Subset['inputs', W]` declares such a field in State; shardlib.array_types.Factor has its
-types. The patches adafactor.patch and soap.patch import this file: copy it next to train.py.
+types. adafactor.py and soap.py import this file.
 """
 
 import math

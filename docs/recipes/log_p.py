@@ -3,8 +3,8 @@ dataset.
 
     python docs/recipes/log_p.py runs/<run> <dataset> --by-document
 
-adds `reference_log_p`, the log-probability of each token, for dpo.patch. distillation.py adds what
-its loss reads. The run must be one that you trust, because its model's module is imported.
+adds `reference_log_p`, the log-probability of each token, for preferences.py. distillation.py adds
+what its loss reads. The run must be one that you trust, because its model's module is imported.
 docs/changing.md has the commands.
 """
 

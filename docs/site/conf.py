@@ -54,7 +54,6 @@ LANGUAGES = {
     ".yml": "yaml",
     ".toml": "toml",
     ".sh": "bash",
-    ".patch": "diff",
 }
 
 

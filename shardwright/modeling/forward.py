@@ -181,6 +181,15 @@ class Forward:
         """Logits of the token after each position, act['B/b L/c V/t/p']."""
         return self.model.logits(w, self.hidden(w, tokens)[0])
 
+    def predictions(self, x: Any, batch: Any) -> list[tuple[Any, Targets]]:
+        """What the loss sums over: what the model's `logits` reads, and the Targets of it.
+
+        The output `x` of the last layer and the targets of a TokenBatch. In training, a model may
+        add others by its method `more_predictions`.
+        """
+        more = getattr(self.model, "more_predictions", None) if self.in_training else None
+        return [(x, Targets.of(batch)), *(more(x, batch) if more else ())]
+
     def losses(self, w: Any, x: Any, targets: Targets) -> Any:
         """The loss of each target, f32['B/b L/c'], from the output `x` of the last layer.
 
@@ -188,6 +197,8 @@ class Forward:
         again.
         """
         loss = explicit_activation_checkpointing(self.loss, save=self.training.save)
+        if self.training.loss_chunk is None:
+            targets = dataclasses.replace(targets, target_count=self.target_count)
         return loss(checked_logits(self.model, w, x), targets)
 
     @property

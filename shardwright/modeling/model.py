@@ -163,6 +163,10 @@ class Targets:
     inputs: u32["B/b L/c inputs"] | None = None
     """Values of each target in the dataset that only the training loss reads, by `input`. None in
     validation."""
+    target_count: f32[""] | None = None
+    """Number of targets that count in a microbatch, averaged over the step: a loss that is no mean
+    over targets multiplies by it. None in validation, and with training.loss_chunk, by which a loss
+    sees a part of each sequence."""
     declared: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), metadata={"static": True})
     """Names and dtypes of `inputs`: the attribute `inputs` of the loss."""
 
@@ -198,7 +202,9 @@ class LanguageModel(Protocol):
     set `shared` for all of them. `period` is the number of layers after which their pattern
     repeats, 1 if all are alike; `tokens.index_in_period` is the index of a layer in its period.
     `inputs` names further values of each token in the dataset (docs/formats.md), which the model
-    finds in `tokens.inputs`. `State` is the pytree_dataclass of what a layer keeps of each text
+    finds in `tokens.inputs`. `more_predictions(x, batch)` returns what else the training loss
+    predicts, as pairs of what `logits` reads and Targets. `State` is the pytree_dataclass of what
+    a layer keeps of each text
     while text is sampled, beside or instead of keys and values (modeling/state.py).
     """
 

@@ -94,12 +94,15 @@ def tables(c: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array] | None) -> jax.Array:
     """Applies RoPE to x[B, L, …, D]: rotates entry i of the first half of a head with entry i of
     the second.
 
     Angles are rope[B, L, i]. Tables for fewer entries rotate only the first entries of a head.
+    Without tables, `x` as it is.
     """
+    if rope is None:
+        return x
     cos, sin = (
         table.reshape(*table.shape[:2], *[1] * (x.ndim - 3), table.shape[2]) for table in rope
     )

@@ -2,11 +2,13 @@
 
 import functools
 import importlib.util
+import os
 import symtable
 import sys
 from pathlib import Path
 
 from shardwright.data.untrusted import shown
+from shardwright.settings.starting import PROGRAM
 
 RELEASED = "shardwright.train"
 
@@ -15,10 +17,14 @@ RELEASED = "shardwright.train"
 def training_module() -> str:
     """Name of the module that trains: `train` if Python finds one that defines SPEC, else RELEASED.
 
+    The environment variable SHARDWRIGHT_PROGRAM names another one.
+
     That is the train.py of a checkout, or of the project where a command starts (`shardwright
     fork`). Prints the file if it is another than the released one. A train.py that is something
     else is not imported. Raises ValueError for one that has a training step, but no SPEC.
     """
+    if name := os.environ.get(PROGRAM):
+        return name
     found = importlib.util.find_spec("train")
     file = Path(found.origin or "") if found else Path()
     released = Path(__file__).parents[1] / "train.py"

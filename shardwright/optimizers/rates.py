@@ -184,6 +184,18 @@ def _names_of_algorithms(c: OptimizerConfig) -> list[str]:
     ]
 
 
+def begun(state: Any, c: OptimizerConfig, updates: object) -> Any:
+    """The first state of a run: what optimizers of the user's own make of train.State.
+
+    Such an optimizer may have an attribute `begin`, a function of (state, updates). It returns the
+    state without the moments that it does not need, or one of a subclass with more fields.
+    """
+    for name in dict.fromkeys(_names_of_algorithms(c)):
+        begin = getattr(named("optimizer", name, {}, TAKES["optimizer"]), "begin", None)
+        state = begin(state, updates) if begin else state
+    return state
+
+
 def loss_of(c: OptimizerConfig, known: Mapping[str, Callable]) -> Callable:
     """The loss that training minimizes, as a function of logits and Targets."""
     chosen = named("loss", c.loss, known, TAKES["loss"])

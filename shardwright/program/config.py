@@ -185,6 +185,9 @@ class TrainingConfig:
     """Steps between exports to Hugging Face format, in exports/ of the run's directory, also after
     the last step; each comes with a checkpoint, and none is removed (docs/huggingface.md). Null:
     none."""
+    listeners: list[str] = dataclasses.field(default_factory=list)
+    """Classes of your own, as module:Class, whose methods are called around each step before those
+    of train.py's listeners (docs/changing.md)."""
     report: bool = True
     """Keeps report.html in the run's directory up to date during training: at most once a minute,
     in at most a thirtieth of the time (shardwright/run/page.py)."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from shardlib.parsing import named
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
 from shardwright.data.loader import Loader, TokenBatch, batch_of, make_loader, prefetch
@@ -133,7 +134,8 @@ class Run:
         self.damaged: dict[int, str] = {}
         self._cleanup = contextlib.ExitStack()
         self._stop = StopRequest()
-        self.listeners = Listeners([listener() for listener in listeners])
+        own = [named("listener", name, {}, "") for name in self.config.training.listeners]
+        self.listeners = Listeners([listener() for listener in (*own, *listeners)])
 
     def __enter__(self) -> "Run":
         with self._cleanup:

@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import NoReturn
 
 OURS = ("train", "tools", "shardlib", "shardwright")
+PROGRAM = "SHARDWRIGHT_PROGRAM"
+"""Environment variable with the name of a module that trains instead of train.py."""
 _codes: list[int] = []
 """The exit code, once Ctrl-C ends the process."""
 
@@ -33,9 +35,9 @@ def prepare() -> None:
 
 
 def run(name: str) -> NoReturn:
-    """Imports a module, calls its `main`, and ends the process."""
+    """Imports the module that PROGRAM or `name` names, calls its `main`, and ends the process."""
     prepare()
-    importlib.import_module(name).main()
+    importlib.import_module(os.environ.get(PROGRAM, name)).main()
     sys.exit()
 
 

@@ -1,14 +1,14 @@
-"""The edits of edits.toml, each made in a copy of the source: types, a check of a run, or a test
-catches it.
-"""
+"""Edits of edits.toml, made in a copy of the source: types or the check of a run reject them.
 
-import re
+`python -m tests.support.edits` makes all of them.
+"""
 
 import pytest
 
-from tests.support.edits import EDITS, GATES, Edit, copied, refusal, run_tests
+from bench import free_train
+from tests.support.edits import EDITS, GATES, Gone, wrong_verdict
 from tests.support.gauntlet_page import page
-from tests.support.recipes import ROOT
+from tests.support.recipes import ROOT, SOURCE
 
 SHORT = (
     "a weight is stored in the other axis order",
@@ -17,71 +17,39 @@ SHORT = (
     "the + of a product is left out",
     "each device takes its own maximum",
     "NVIDIA/Megatron-LM#7452, finding on gathered logits",
+)
+"""Edits that types reject in seconds, for different reasons."""
+LONG = (
     "a number of the mesh of the run",
     "devices of the machine, in an optimizer",
     "scores divided by this device's heads",
     "the embedding is scaled in what stages run alone",
+    "one device's noise",
+    "softmax of local heads",
+    "a stage sums over p behind the types",
+    "the loss is reduced over t too",
+    "NVIDIA/Megatron-LM#6717",
+    "NVIDIA-NeMo/Automodel#1260",
+    "marin-community/marin#7932",
+    "pytorch/torchtitan#4332",
 )
-"""Edits that types and the check reject in seconds, for different reasons."""
+"""Edits of several configurations, of which the check rejects the first six."""
 
 
-def caught_by(*gates: str) -> list[Edit]:
-    return [
-        edit
-        for edit in EDITS.values()
-        if edit.changes and any(getattr(edit, gate) for gate in gates)
-    ]
-
-
-# ---- types and the check of a run ----------------------------------------------------------------
-
-
-def rejected() -> list:
-    """The edits that types or the check reject, with their configurations.
-
-    All are slow but the first configuration of SHORT, and of the first edit with each problem.
-    """
-    found = []
-    problems: set[str] = set()
-    for edit in caught_by("type", "exact"):
-        marks = [] if edit.id in SHORT else [pytest.mark.long(every_case=True)]
-        marks += [pytest.mark.quick] * (edit.id in SHORT and bool(edit.type))
-        problem = re.sub(r"`.*?`|\d+|'.*?'", "", edit.type or edit.exact)
-        is_new = edit.id in SHORT or problem not in problems
-        problems.add(problem)
-        for i, config in enumerate(edit.config):
-            more = [pytest.mark.slow] * (i > 0 or not is_new)
-            found.append(pytest.param(edit, config, id=f"{edit}, {config}", marks=[*marks, *more]))
-    return found
-
-
-@pytest.mark.parametrize(("edit", "config"), rejected())
-def test_types_reject_it_or_the_check_at_its_line(edit, config):
-    gate = "type" if edit.type else "exact"
-    problem = ".*?".join(map(re.escape, getattr(edit, gate).split("…")))
-    found, text = refusal(edit, config)
-    assert found == gate, text
-    assert re.search(problem, text, re.DOTALL), text
-    assert gate == "type" or edit.is_named_in(text), text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("edit", caught_by("test"), ids=str)
-def test_the_check_accepts_what_is_the_same_on_all_meshes(edit):
-    for config in edit.config:
-        assert refusal(edit, config)[0] == "", "say so in edits.toml"
-
-
-# ---- tests ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("edit", caught_by("test"), ids=str)
-def test_a_test_fails(edit, tmp_path):
-    """In a copy of the repository."""
-    done = run_tests(copied(tmp_path / "copy"), [edit.test], edit.files)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed" in done.stdout
+@pytest.mark.parametrize(
+    "id",
+    [
+        *(pytest.param(id, marks=pytest.mark.quick) for id in SHORT),
+        *(pytest.param(id, marks=pytest.mark.long) for id in LONG),
+    ],
+)
+def test_types_reject_it_or_the_check_at_its_line(id):
+    edit = EDITS[id]
+    try:
+        assert edit.files
+    except Gone as error:
+        pytest.skip(f"no place: {error}")
+    assert not wrong_verdict(edit, edit.config[0])
 
 
 # ---- the collection ------------------------------------------------------------------------------
@@ -89,14 +57,21 @@ def test_a_test_fails(edit, tmp_path):
 
 @pytest.mark.quick
 def test_an_edit_has_its_place_and_what_catches_it():
+    """All but 1 in 20 have one: correct the others in edits.toml."""
+    gone = []
     for edit in EDITS.values():
-        assert all(text != (ROOT / file).read_text() for file, text in edit.files.items()), edit
+        try:
+            assert all(text != (ROOT / file).read_text() for file, text in edit.files.items()), edit
+        except Gone as error:
+            gone.append(f"{edit}: {error}")
         gates = [gate for gate in GATES if getattr(edit, gate)]
         assert len(gates) == bool(edit.changes) or edit.session, edit
         assert bool(edit.why) == (not edit.changes), edit
         assert bool(edit.bug) == (edit.kind in {*"abcde"}), edit
         file, _, name = edit.test.partition("::")
         assert not name or f"def {name}(" in (ROOT / file).read_text(), edit
+    print(*gone, sep="\n")
+    assert len(gone) <= len(EDITS) / 20
 
 
 @pytest.mark.quick
@@ -105,9 +80,17 @@ def test_the_page_is_made_of_the_collection():
     assert (ROOT / "docs/gauntlet.md").read_text() == page()
 
 
-@pytest.mark.quick
-def test_what_can_be_expressed_is():
-    """Of kinds a, b and c; the others wait for a part that the repository lacks, or have no known
-    cause.
-    """
-    assert sum(bool(edit.changes) and edit.kind in {*"abc"} for edit in EDITS.values()) >= 78
+@pytest.mark.parametrize("seed", [0, 1])
+def test_edits_find_their_places_in_what_computes_the_same(seed):
+    """Renamed variables, split lines and swapped statements."""
+    *_, (_, source) = free_train.edited(SOURCE, seed)
+    own = [edit for edit in EDITS.values() if {x.file for x in edit.changes} == {"train.py"}]
+    gone = []
+    for edit in own:
+        text = source
+        try:
+            for change in edit.changes:
+                text = change.apply(text)
+        except Gone as error:
+            gone.append(f"{edit}: {error}")
+    assert len(gone) <= len(own) / 20, gone

@@ -17,6 +17,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import train
 from shardlib.array_types import arrays_in, factor_type
 from shardlib.exact import compare as exact
 from shardlib.mesh import on_mesh
@@ -43,13 +44,14 @@ from shardwright.program.stages import placement_of, stack_orders
 from shardwright.program.step import trace_step
 from tests.support import tiny
 from tests.support.optax_truth import random_like
-from tests.support.recipes import changed, module_of
+from tests.support.recipes import RECIPES
 
-factors = importlib.import_module("factors")  # of docs/recipes
-ADAFACTOR, SOAP = "adafactor", "soap"
+assert RECIPES  # importing it makes the programs of docs/recipes importable
+factors, of_soap = (importlib.import_module(name) for name in ("factors", "soap"))
+ADAFACTOR, SOAP = "adafactor:adafactor", "soap:soap"
 SETTINGS = {
-    ADAFACTOR: {"algorithm": "adafactor"},
-    SOAP: {"groups": [GroupConfig("layers.w_*", algorithm="soap")]},
+    ADAFACTOR: {"algorithm": ADAFACTOR},
+    SOAP: {"groups": [GroupConfig("layers.w_*", algorithm=SOAP)]},
 }
 STEPS = 6
 
@@ -161,10 +163,7 @@ def test_weights_that_cannot_have_the_state_are_refused():
 
 def shapes_of_state(recipe: str, mesh: str = "d=2 t=2", **changes):
     c = config(recipe, **changes)
-    with (
-        module_of(changed(recipe)) as train,
-        jax.sharding.use_abstract_mesh(tiny.mesh(mesh).abstract_mesh),
-    ):
+    with jax.sharding.use_abstract_mesh(tiny.mesh(mesh).abstract_mesh):
         model = load_model(c.model)
         return jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model)), model.table
 
@@ -209,10 +208,7 @@ def test_groups_choose_and_frozen_weights_have_no_state(recipe, field):
 def test_factors_of_stages_are_in_the_order_of_the_layers_in_checkpoints():
     c = config(SOAP)
     c.pipeline = PipelineConfig(schedule="zb_v", virtual_stages=2)
-    with (
-        module_of(changed(SOAP)) as train,
-        jax.sharding.use_abstract_mesh(tiny.mesh("p=2 d=2 t=2").abstract_mesh),
-    ):
+    with jax.sharding.use_abstract_mesh(tiny.mesh("p=2 d=2 t=2").abstract_mesh):
         model = load_model(c.model)
         state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
         orders = stack_orders(placement_of(c, model), train.State[train.Transformer], state)
@@ -226,8 +222,8 @@ def test_factors_of_stages_are_in_the_order_of_the_layers_in_checkpoints():
 def test_the_step_is_proved(recipe):
     c, mesh = config(recipe), tiny.mesh("p=2 d=2 t=2").abstract_mesh
     c.training.microbatches, c.pipeline = 2, PipelineConfig(schedule="1f1b")
-    with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
-        assert find_unsound(trace_step(c, load_model(c.model), mesh, spec=train.SPEC)) == []
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert find_unsound(trace_step(c, load_model(c.model), mesh)) == []
 
 
 @pytest.mark.long
@@ -243,7 +239,7 @@ def test_experts_are_matrices_of_their_own(recipe):
     c.optimizer.groups += [GroupConfig("layers.router", algorithm=c.optimizer.groups[0].algorithm)]
     mesh = tiny.mesh("c=2 d=2 t=2").abstract_mesh
     field, dims = {ADAFACTOR: ("nu_rows", "M/c/d"), SOAP: ("soap_left", "M/c/d by_M/t")}[recipe]
-    with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh):
         model = load_model(c.model)
         state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
         kind = train.State[type(model.table)]
@@ -251,15 +247,15 @@ def test_experts_are_matrices_of_their_own(recipe):
         assert found[f"{field}.layers.w_gate.array"] == str(
             on_mesh(parse_shape(f"layers E/e {dims}"))
         )
-        assert trace_step(c, model, spec=train.SPEC).traced
-        assert trace_step(c, model, name="evaluation", spec=train.SPEC).traced
+        assert trace_step(c, model).traced
+        assert trace_step(c, model, name="evaluation").traced
 
 
 # ---- updates in f64 ------------------------------------------------------------------------------
 
 
 def config(recipe: str, **changes):
-    c = tiny.config(tiny.model(module="changed_train", layers=4))
+    c = tiny.config(tiny.model(layers=4))
     settings = (
         {"warmup_steps": 0, "clip_norm": 1e9, "weight_decay": 0.0} | SETTINGS[recipe] | changes
     )
@@ -271,15 +267,12 @@ def gradients(table, step: int):
     return random_like(table, step + 1, (1e-2, 1.0, 1e-2, 3.0, 1e-3, 1.0)[step])
 
 
-def updated(recipe: str, mesh: str, constants=(), **changes) -> list:
+def updated(recipe: str, mesh: str, **changes) -> list:
     """State, on the host in f64, before and after each update of random weights by random
     gradients, on a mesh.
-
-    `constants` of train.py have other values.
     """
     c = config(recipe, **changes)
-    with module_of(changed(recipe)) as train, jax.set_mesh(tiny.mesh(mesh)):
-        vars(train).update(constants)
+    with jax.set_mesh(tiny.mesh(mesh)):
         model = load_model(c.model)
         state = jax.jit(functools.partial(train.init_state, config=c, model=model))(
             jax.random.key(0)
@@ -371,8 +364,6 @@ def test_adafactor_is_optaxs():
 
 
 def load_table():
-    import train
-
     return train.Llama(tiny.model(layers=4)).table
 
 
@@ -447,14 +438,13 @@ def soap_by_numpy(path: dict, table, c, frequency: int, longest: int) -> list:
         pytest.param("layers.w_*", 0.1, 32, "d=2 e=2 c=2", marks=pytest.mark.long),
     ],
 )
-def test_soap_is_its_algorithm(chosen, decay, longest, mesh):
+def test_soap_is_its_algorithm(chosen, decay, longest, mesh, monkeypatch):
     """With a basis of each side of rectangular matrices, and of the shorter one alone."""
-    constants = {"SOAP_FREQUENCY": 2, "SOAP_LONGEST": longest}
-    settings = {"weight_decay": decay, "groups": [GroupConfig(chosen, algorithm="soap")]}
+    monkeypatch.setattr(of_soap, "FREQUENCY", 2)
+    monkeypatch.setattr(of_soap, "LONGEST", longest)
+    settings = {"weight_decay": decay, "groups": [GroupConfig(chosen, algorithm=SOAP)]}
     table, c = load_table(), config(SOAP, **settings)
-    path = [
-        parameters(state.weights, table) for state in updated(SOAP, mesh, constants, **settings)
-    ]
+    path = [parameters(state.weights, table) for state in updated(SOAP, mesh, **settings)]
     # The rounded constants count for more in the larger bases.
     same(
         path,
@@ -466,7 +456,7 @@ def test_soap_is_its_algorithm(chosen, decay, longest, mesh):
 @pytest.mark.parametrize(
     ("shape", "rank", "dtype"), [((32, 32), None, np.float32), ((24, 48), 6, np.float64)]
 )
-def test_soap_does_not_enlarge_rounding(shape, rank, dtype):
+def test_soap_does_not_enlarge_rounding(shape, rank, dtype, monkeypatch):
     """Gradients that differ by 1e-7, as on another mesh, move a matrix to the same place; of low
     rank too.
     """
@@ -481,7 +471,7 @@ def test_soap_does_not_enlarge_rounding(shape, rank, dtype):
         )
         zeros = [jnp.zeros(size, dtype) for size in (shape, (n, n), (m, m))]
         state = [zeros[0], *zeros[1:], *zeros[1:]]
-        step_of = jax.jit(functools.partial(train.soap_of_matrix, c))
+        step_of = jax.jit(functools.partial(of_soap.soap_of_matrix, c))
         for step in range(8):
             g = (
                 rng.normal(size=shape)
@@ -496,8 +486,8 @@ def test_soap_does_not_enlarge_rounding(shape, rank, dtype):
             found.append(np.asarray(change))
         return found
 
-    with module_of(changed(SOAP)) as train, jax.enable_x64(dtype == np.float64):
-        train.SOAP_FREQUENCY = 3
+    monkeypatch.setattr(of_soap, "FREQUENCY", 3)
+    with jax.enable_x64(dtype == np.float64):
         for a, b in zip(changes(0.0), changes(1e-7), strict=True):
             assert np.linalg.norm(a - b) <= {np.float64: 1e-5, np.float32: 2e-4}[
                 dtype

@@ -16,8 +16,9 @@ from shardwright.program.spec import load_spec
 from shardwright.program.step import trace_step
 from shardwright.run.run import Run
 from tests.support import tiny
+from tests.support.edits import Change
 from tests.support.own_model import imported
-from tests.support.recipes import ROOT, SOURCE, changed, module_of
+from tests.support.recipes import ROOT, SOURCE, module_of
 
 OTHER = """
 def my_attention(q, k, v, mask):
@@ -65,15 +66,8 @@ def test_a_run_by_another_spec_than_that_of_tools(tmp_path):
 
 @pytest.mark.parametrize("step", ["training", "evaluation"])
 def test_a_step_with_other_attention_than_kernels_are_compared_with(step):
-    old = (
-        f"softmax_attention, "
-        f"{'in_training=True' if step == 'training' else 'loss=validation_loss'})"
-    )
-    source = SOURCE.replace("\nSPEC = StepSpec(", OTHER)
-    assert source.count(old) == 1
-    with module_of(
-        source.replace(old, old.replace("softmax_attention", "my_attention"))
-    ) as changed_train:
+    change = Change("softmax_attention", "my_attention", within=f"make_{step}_step")
+    with module_of(change.apply(SOURCE.replace("\nSPEC = StepSpec(", OTHER))) as changed_train:
         c = tiny.config(tiny.model(module="changed_train"), attention="blockwise")
         with jax.set_mesh(tiny.mesh("d=2")):
             traced = trace_step(c, load_model(c.model), name=step, spec=changed_train.SPEC)
@@ -84,20 +78,28 @@ def test_a_step_with_other_attention_than_kernels_are_compared_with(step):
 
 
 def test_a_model_that_does_not_keep_its_settings():
-    source = changed("alibi").replace("self.config = config", "self.c = config")
+    source = """from train import Llama, ModelConfig
+
+
+class Model(Llama):
+    def __init__(self, config):
+        super().__init__(config)
+        del self.config
+"""
     with (
-        module_of(source),
+        module_of(source, "forgetful"),
         pytest.raises(ValueError, match=r"keeps? its ModelConfig: set self\.config = config"),
     ):
-        load_model(tiny.model(module="changed_train"))
+        load_model(tiny.model(module="forgetful"))
 
 
 def test_a_layer_reads_its_attention_where_its_calls_are_listed():
-    old = "        attended = save_for_backward(attention(q, k, v, self.mask))\n"
-    assert SOURCE.count(old) == 1
-    with module_of(
-        SOURCE.replace(old, f"        assert attention.tokens.positions is not None\n{old}")
-    ) as changed_train:
+    asks = Change(
+        "attention(q, k, v, self.mask)",
+        "FOUND if attention.tokens.positions is not None else None",
+        within="Llama.attend",
+    )
+    with module_of(asks.apply(SOURCE)) as changed_train:
         c = tiny.config(tiny.model(module="changed_train"))
         with jax.set_mesh(tiny.mesh("d=2")):
             assert len(trace_step(c, load_model(c.model), spec=changed_train.SPEC).calls) == 1

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import train
-from shardlib.array_types import ABSENT, arrays_of
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import f32, pytree_dataclass
 from shardwright.inspect.causality import check_causal
@@ -22,7 +21,6 @@ from shardwright.sampling.sampler import Sampler, Sampling
 from tests.support import state_models as models
 from tests.support import tiny
 from tests.support.own_model import MINE, SIZES, imported, with_state
-from tests.support.recipes import changed, module_of
 from tests.support.redrawn import redrawn
 
 MESHES = ("one device", "r=2 d=2 t=2")
@@ -53,24 +51,6 @@ def test_a_step_that_errs_far_from_the_beginning_is_refused():
 @pytest.mark.parametrize("name", models.KINDS)
 def test_logits_by_states_are_those_of_the_forward_pass(name, mesh):
     check_of(models.KINDS[name], mesh)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", MESHES)
-def test_latent_attention_keeps_latents(mesh):
-    """The recipe, whose keys and values are computed of them."""
-    with module_of(changed("latent_attention")) as changed_train, jax.set_mesh(tiny.mesh(mesh)):
-        c = tiny.config(changed_train.ModelConfig(**models.SIZES, module="changed_train"))
-        model = load_model(c.model)
-        cache.check_cache(
-            changed_train.Forward(model, c.training, changed_train.softmax_attention), CONTEXT
-        )
-        kept = {path: repr(t) for path, t, _ in arrays_of(model.State, ABSENT)}
-    assert kept == {
-        "kv.latent": "act['B/b S R']",
-        "kv.turned": "act['B/b S N']",
-        "kv.position": "i32['B/b S']",
-    }
 
 
 @functools.cache

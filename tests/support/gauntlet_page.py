@@ -3,8 +3,7 @@ be caught.
 
     python -m tests.support.gauntlet_page       prints docs/gauntlet.md
 
-edits/edits.toml has the bugs as edits of this repository, and what catches each;
-edits/test_edits.py makes them.
+edits/edits.toml has the bugs as edits of this repository, and what catches each.
 """
 
 import re
@@ -26,9 +25,8 @@ HEAD = """# The Gauntlet: published parallelism bugs
 
 Of {bugs} bugs that ran silently in other frameworks, {planted} could be planted in this repository. A run rejects
 {early} of these before its first step; a test finds the other {test}. [edits.toml](../tests/edits/edits.toml) has
-the report of each bug, its edit, and the message or test that catches it, as
-[test_edits.py](../tests/edits/test_edits.py) checks. The other {rest} concern a compiler, or a part that shardwright
-doesn't have.
+the report of each bug, its edit, and the message or test that catches it, as `python -m tests.support.edits`
+checks. The other {rest} concern a compiler, or a part that shardwright doesn't have.
 
 caught by | when
 --- | ---

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes, each applied to a copy of train.py."""
+"""The programs of docs/recipes, importable, and modules of edited copies of the source."""
 
 import contextlib
 import importlib
@@ -9,14 +9,10 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "docs" / "recipes"))  # patches import the programs beside them
+RECIPES = ROOT / "docs" / "recipes"
+sys.path.append(str(RECIPES))  # as PYTHONPATH=docs/recipes does
 
 SOURCE = (ROOT / "train.py").read_text()
-
-
-RECIPES = {
-    path.stem: path.read_text() for path in sorted((ROOT / "docs" / "recipes").glob("*.patch"))
-}
 
 
 def line_of(text: str, source: str = SOURCE) -> int:
@@ -25,30 +21,6 @@ def line_of(text: str, source: str = SOURCE) -> int:
         i for i, line in enumerate(source.splitlines(), 1) if line.strip().startswith(text)
     ]
     return number
-
-
-def hunks(recipe: str) -> list[tuple[str, str]]:
-    """What a recipe takes out of train.py and what it puts there, place by place."""
-    found = []
-    for hunk in re.split(r"^@@.*\n", RECIPES[recipe], flags=re.M)[1:]:
-        lines = hunk.splitlines(keepends=True)
-
-        def part(signs, lines=lines):
-            return "".join(line[1:] for line in lines if line[0] in signs)
-
-        found.append((part(" -"), part(" +")))
-    return found
-
-
-def changed(recipe: str) -> str:
-    """The source of train.py after a recipe."""
-    source = SOURCE
-    for before, after in hunks(recipe):
-        assert source.count(before) == 1, (
-            f"{recipe}: train.py has this {source.count(before)} times:\n{before}"
-        )
-        source = source.replace(before, after)
-    return source
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from shardwright.tools.ladder.coordinates import (
 )
 from shardwright.tools.ladder.scales import show_scales
 from tests.support import tiny
+from tests.support.edits import name_in, saved_in
 
 SLOPES = [(0.1, "ok"), (0.2, "GROWS"), (-0.5, "ok"), (-1.0, "SHRINKS")]
 
@@ -156,8 +157,10 @@ DEEP: dict[str, Any] = {
     "axis": "depth",
     "base": {"d_model": 32, "layers": 2},
 }
-UP, GATE, VALUES = "Llama.layer up", "Llama.layer gate", "Llama.attend v"
-ATTENTION = "Llama.layer x"
+GATE = name_in("Llama.mlp", "self.activation(jnp.float32(gate))", "gate")
+(UP,) = saved_in("Llama.mlp").keys() - {GATE}
+VALUES = name_in("Llama.attend", "attention(q, k, v, self.mask)", "v")
+(ATTENTION,) = saved_in("Llama.layer")
 QUERIES, KEYS = f"{ATTENTION} q", f"{ATTENTION} k"
 MISSING: list[tuple[str, str, dict[str, Any], str]] = [
     ("learning rate", "w_down", {}, ATTENTION),

@@ -15,7 +15,7 @@ from shardwright.program.stages import placement_of
 from shardwright.program.step import trace_step
 from shardwright.tools.replay import nonfinite
 from tests.support import tiny
-from tests.support.recipes import line_of
+from tests.support.edits import place_of
 
 pytestmark = pytest.mark.long
 
@@ -83,9 +83,6 @@ def test_of_a_state_the_array_and_the_layer_are_named(explain, part, value):
         assert f": {kind} (1 of " in line
 
 
-NORM = 'y = shardops.einsum_unreduced("B/b L/c/t M, M -> B/b L/c/t M", unit_rms('
-
-
 def huge(array):
     """All entries at the end of f32's range, with their signs: finite, and no product with them
     is.
@@ -95,7 +92,8 @@ def huge(array):
 
 def test_of_an_activation_the_line_and_the_layer_are_named(explain):
     first, *_ = explain("weights", "layers/w_o", lambda array: huge(array[1]))
-    line = line_of('out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M')
+    formula = "B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t"
+    _, line = place_of("Llama.attend", f'shardops.matmul("{formula}", attended, w_o)')
     assert re.match(rf"(NaN|an infinity) is first computed at train\.py:{line}, ", first), first
     assert ", layer 1, microbatch 0 (" in first
     assert "backward" not in first
@@ -103,21 +101,18 @@ def test_of_an_activation_the_line_and_the_layer_are_named(explain):
 
 def test_outside_of_the_layers_there_is_no_layer(explain):
     first, *_ = explain("weights", "final_norm", huge)
-    assert f"train.py:{line_of(NORM)}, rms_norm y, microbatch 0 (" in first
+    name, line = place_of("rms_norm", "shardops.einsum_unreduced(...)")
+    assert f"train.py:{line}, {name}, microbatch 0 (" in first
     first, *_ = explain("weights", "unembed", huge)
-    assert (
-        f"train.py:{line_of('logits = shardops.einsum_unreduced(')}, Llama.logits logits, "
-        "microbatch 0 (" in first
-    )
+    name, line = place_of("Llama.logits", "shardops.einsum_unreduced(...)")
+    assert f"train.py:{line}, {name}, microbatch 0 (" in first
 
 
 def test_a_division_by_zero_is_found_in_the_layer(explain):
     """Tokens whose embedding is 0: their norm divides by 0."""
     first, *_ = explain("weights", "embed", lambda array: array[1:].fill(0))
-    assert (
-        f"train.py:{line_of('return x32 * lax.rsqrt(jnp.mean(jnp.square(x32)')}, unit_rms, layer 0"
-        in first
-    )
+    name, line = place_of("unit_rms", "lax.rsqrt(...)")
+    assert f"train.py:{line}, {name}, layer 0" in first
 
 
 def test_a_step_that_is_finite_has_no_origin(explain):

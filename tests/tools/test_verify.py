@@ -14,6 +14,7 @@ from shardwright.cluster.config import MeshConfig
 from shardwright.program.config import PipelineConfig
 from shardwright.tools.verify import ONE_DEVICE, all_meshes, error_of, on_host, small
 from tests.support import tiny
+from tests.support.edits import Change
 from tests.support.verifying import ROOT, verify
 
 SOURCE = (ROOT / "train.py").read_text()
@@ -82,39 +83,40 @@ def test_small_is_small_in_the_configured_stages():
 
 # ---- the program ---------------------------------------------------------------------------------
 
-ATTENDED = "attended = save_for_backward(attention(q, k, v, self.mask))"
-MOVED = 'jnp.roll(attention(q, k, v, self.mask), shardops.axis_size("t"), 2)'
+ATTENDED = "attention(q, k, v, self.mask)"
 BUGS = {  # what is copied and edited, the edit, settings
     "an activation": (
         ("train.py", "train.py"),
-        ATTENDED,
-        f"attended = save_for_backward({MOVED})",
+        Change(ATTENDED, 'jnp.roll(FOUND, shardops.axis_size("t"), 2)', "Llama.attend"),
         (),
     ),
     "what is compiled for this platform alone": (
         ("train.py", "train.py"),
-        ATTENDED,
-        "x = attention(q, k, v, self.mask)\n        attended = "
-        "save_for_backward(lax.platform_dependent(x, tpu=lambda x: x, cpu=lambda x: jnp.roll(x, "
-        "shardops.axis_size('t'), 2)))",
+        Change(
+            ATTENDED,
+            "lax.platform_dependent(FOUND, tpu=lambda x: x, "
+            "cpu=lambda x: jnp.roll(x, shardops.axis_size('t'), 2))",
+            "Llama.attend",
+        ),
         (),
     ),
     "a model of one's own": (
         ("shardwright/models/gpt2.py", "own/mine.py"),
-        "save_for_backward(attended[..., 0, :])",
-        "save_for_backward(attended[..., 0, :] * shardops.axis_size('t'))",
+        Change("attended[..., 0, :]", "FOUND * shardops.axis_size('t')", "Model.layer"),
         ("model.module=own.mine",),
     ),
     "a microbatch's gradient is dropped": (
         ("shardlib", "shardlib/pipeline.py"),
-        'return arrivals, _add(carry["g_outer"], g)',
-        'return arrivals, _add(carry["g_outer"], jax.tree.map(lambda g: g * (k > 0), g))',
+        Change(
+            '_add(carry["g_outer"], g)',
+            '_add(carry["g_outer"], jax.tree.map(lambda g: g * (k > 0), g))',
+            "_head",
+        ),
         ("verify.meshes=[2x1x2x2]",),
     ),
     "the stages are placed wrongly": (
         ("shardlib", "shardlib/placement.py"),
-        "np.array(self.stages, np.int32)",
-        "np.array(np.roll(self.stages, 1, axis=0), np.int32)",
+        Change("np.array(self.stages, np.int32)", "np.roll(FOUND, 1, axis=0)"),
         ("verify.meshes=[2x1x2x2]",),
     ),
 }
@@ -125,7 +127,7 @@ BUGS = {  # what is copied and edited, the edit, settings
     "bug", [pytest.param(bug, marks=[] if bug in [*BUGS][:2] else pytest.mark.slow) for bug in BUGS]
 )
 def test_a_mesh_that_differs_is_named_with_the_line_or_the_tensor(tmp_path, bug):
-    (source, place), text, instead, settings = BUGS[bug]
+    (source, place), change, settings = BUGS[bug]
     edited = tmp_path / place
     if source == "shardlib":
         shutil.copytree(
@@ -135,15 +137,14 @@ def test_a_mesh_that_differs_is_named_with_the_line_or_the_tensor(tmp_path, bug)
         edited.parent.mkdir(exist_ok=True)
         shutil.copyfile(ROOT / source, edited)
     before = edited.read_text()
-    assert before.count(text) == 1
-    edited.write_text(before.replace(text, instead))
+    edited.write_text(change.apply(before))
     done = verify(
         tmp_path,
         *settings,
         name="local_gpt2" if source == "shardwright/models/gpt2.py" else "local_test_synthetic",
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    number = before[: before.index(text)].count("\n") + 1
+    ((node, *_), _) = change.place(before)
     if source == "shardlib":  # nothing within the schedule of stages is compared
         found = (
             "the evaluation step: result"
@@ -157,15 +158,15 @@ def test_a_mesh_that_differs_is_named_with_the_line_or_the_tensor(tmp_path, bug)
             done.stdout,
         )
     else:
-        assert f"DIFFERS on r=2 d=2 t=2: {place}:{number}: " in done.stdout
+        assert f"DIFFERS on r=2 d=2 t=2: {place}:{node.lineno}: " in done.stdout
     assert "1 of 1 meshes DIFFER." in done.stdout
 
 
 @pytest.mark.long
 def test_what_tracing_rejects_is_one_message(tmp_path):
-    text = "hidden, w_down)"
-    assert text in SOURCE
-    (tmp_path / "train.py").write_text(SOURCE.replace(text, "hidden, w.w_down)"))
+    gather = 'shardops.all_gather("F/t M/fsdp -> F/t M", w.w_down)'
+    edited = Change(gather, "w.w_down", within="Llama.mlp").apply(SOURCE)
+    (tmp_path / "train.py").write_text(edited)
     done = verify(tmp_path)
     assert done.returncode == 1
     assert "operand 2 `F/t M`: the value is a weight at rest" in done.stderr

@@ -10,8 +10,7 @@ from shardlib import shardops
 from shardlib.shardtypes import Array, pytree_dataclass, typed
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling import settings
-from shardwright.modeling.attention import Attention
-from shardwright.modeling.model import Tokens, act
+from shardwright.modeling.model import act
 from shardwright.modeling.weights import gain, matrix
 from shardwright.train import Llama, Transformer, rms_norm
 
@@ -55,10 +54,7 @@ class Model(Llama):
     Weights = Weights
 
     @typed
-    def layer(
-        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
-    ) -> act["B/b L/c/t M"]:
-        x = save_for_backward(x + self.attend(x, w, tokens, attention))
+    def mlp(self, x: act["B/b L/c/t M"], w: Layer) -> act["B/b L/c/t M"]:
         mlp_norm = shardops.all_gather("M/t/fsdp -> M", w.mlp_norm)
         nx = rms_norm(x, mlp_norm, self.config.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
@@ -67,4 +63,4 @@ class Model(Llama):
         hidden = jax.nn.relu(up) ** 2
         w_down = shardops.all_gather("F/t M/fsdp -> F/t M", w.w_down)
         out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)
-        return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+        return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
