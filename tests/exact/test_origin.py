@@ -12,7 +12,7 @@ from shardlib.exact.endings import Undecided, Wrong
 from shardlib.exact.inputs import draw
 from shardlib.exact.origin import Origin, origins
 from shardlib.shardtypes import f32, i32
-from tests.programs.corpus import WRITTEN, is_at_its_line
+from tests.programs.corpus import WRONG, is_at_its_line
 from tests.programs.program import Program, cases, program, traced
 
 NAMED_FIRST = 132
@@ -252,5 +252,5 @@ def is_named_first(case: Program) -> bool:
 
 @pytest.mark.long
 def test_the_line_of_most_wrong_programs_is_named_first():
-    named = [case.name for case in WRITTEN if is_named_first(case)]
-    assert len(named) >= NAMED_FIRST, {case.name for case in WRITTEN} - {*named}
+    named = [case.name for case in WRONG if is_named_first(case)]
+    assert len(named) >= NAMED_FIRST, {case.name for case in WRONG} - {*named}

@@ -14,10 +14,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from shardlib.exact import check
-from shardlib.parsing import ShardError
-from tests.programs import other_trainers
-from tests.programs.other_trainers import (
+from bench import other_trainers
+from bench.other_trainers import (
     ACCEPTED,
     CASES,
     VERSIONS,
@@ -27,6 +25,8 @@ from tests.programs.other_trainers import (
     number_text,
     version,
 )
+from shardlib.exact import check
+from shardlib.parsing import ShardError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "other-trainers.md").read_text()
 

@@ -10,8 +10,7 @@ import pytest
 
 from shardlib.exact.verdicts import find_in
 from shardlib.findings import Finding
-from tests.programs import bad_operands, mutated
-from tests.programs.corpus import MUTATED, RIGHT, WRITTEN, WRONG
+from tests.programs.corpus import RIGHT, WRONG
 from tests.programs.program import Program, abstract_mesh, cases, distance, intended, run, traced
 
 EQUAL, DIFFERENT = 1e-4, 1e-2
@@ -21,12 +20,9 @@ UNDECIDED = {"callback that sorts local rows", "numbers by the rbg key of each r
 """Wrong programs that cannot be run."""
 
 
-def test_the_corpus_is_large():
+def test_each_program_has_its_name():
     names = collections.Counter(program.name for program in RIGHT + WRONG)
     assert max(names.values()) == 1, names.most_common(3)
-    assert len(WRITTEN) >= 130
-    assert len(WRONG) >= 450
-    assert len(RIGHT) >= 70
 
 
 # ---- what they compute ---------------------------------------------------------------------------
@@ -38,24 +34,11 @@ def test_right_programs_compute_what_is_meant(program):
     assert distance(run(program, program.meshes[0]), intended(program)) < EQUAL
 
 
-@pytest.mark.slow
-@cases(RIGHT)
-def test_right_programs_compute_what_is_meant_on_other_meshes_and_inputs(program):
-    for seed, sizes in enumerate(program.meshes[1:], 1):
-        assert distance(run(program, sizes, seed), intended(program, seed)) < EQUAL, sizes
-
-
-@pytest.mark.slow
-@cases([program for program in WRITTEN if not program.hangs])
+@pytest.mark.long
+@cases([program for program in WRONG if not program.hangs])
 def test_wrong_programs_compute_something_else(program):
     meant = intended(program)
     assert any(distance(run(program, sizes), meant) > DIFFERENT for sizes in program.meshes)
-
-
-@pytest.mark.slow
-def test_so_do_the_mutants_that_are_named():
-    found = [mutant.name for mutant in mutated.all_mutants() if mutated.differs(mutant)]
-    assert mutated.text_of(found) == mutated.MUTANTS.read_text(), mutated.__doc__
 
 
 # ---- what the check says -------------------------------------------------------------------------
@@ -85,24 +68,16 @@ def found(program: Program) -> str:
     return "\n".join(map(str, found))
 
 
-@pytest.mark.long(every_case=True)
+@pytest.mark.long
 def test_right_programs_are_accepted():
     assert {program.name: text for program in RIGHT if (text := found(program))} == {}
 
 
-@pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("programs", [WRITTEN, MUTATED], ids=["written", "mutated"])
-def test_wrong_programs_are_refused(programs):
-    assert {program.name for program in programs if not found(program)} == set()
+@pytest.mark.long
+def test_wrong_programs_are_refused():
+    assert {program.name for program in WRONG if not found(program)} == set()
 
 
 def test_some_of_each_in_seconds():
     assert {program.name for program in RIGHT[::6] if found(program)} == set()
-    assert {program.name for program in WRITTEN[::12] if not found(program)} == set()
-
-
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])
-def test_no_primitive_makes_a_block_of_what_is_none(every):
-    assert [
-        program.name for program in bad_operands.PROGRAMS[::every] if not findings(program)
-    ] == []
+    assert {program.name for program in WRONG[::12] if not found(program)} == set()

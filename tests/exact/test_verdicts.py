@@ -286,9 +286,7 @@ def test_a_ring_may_draw_by_a_key(is_made):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "name", ["gelu", "silu", "relu", "tanh", "sigmoid", "softplus", "elu", "log_softmax"]
-)
+@pytest.mark.parametrize("name", ["gelu", "silu", "softplus", "log_softmax"])
 def test_activations_of_this_jax_are_proved(name):
     """With their gradients, for which a new jax may have primitives of its own."""
     function = getattr(jax.nn, name)
@@ -358,6 +356,7 @@ def until(limit):
     return body
 
 
+@pytest.mark.long
 def test_loops_may_end_at_any_time_but_must_end():
     halve = jax.vmap(until(1e-3))
     check(
@@ -460,10 +459,8 @@ def test_roots_of_drawn_numbers_are_compared_where_these_are_positive():
     verdict(WRONG, lambda x: jnp.log(x) / jnp.sqrt(x) + lax.axis_index("d"), X, **SPECS)
 
 
-@pytest.mark.parametrize("number", [77, 1000, -100])
-@pytest.mark.parametrize(
-    "ids", [shape(dtype=jnp.int32), shape(8, dtype=jnp.int32), shape(8, dtype=jnp.uint8)], ids=str
-)
+@pytest.mark.parametrize("number", [77, -100])
+@pytest.mark.parametrize("ids", [shape(dtype=jnp.int32), shape(8, dtype=jnp.uint8)], ids=str)
 def test_integers_reach_the_numbers_with_which_they_are_compared(ids, number):
     def masked(wrong):
         def body(x, ids):

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import jax
 import pytest
@@ -36,23 +36,23 @@ def step_of(trainer: ModuleType, **training) -> Step:
     return trace_step(c, load_model(c.model), spec=trainer.SPEC)
 
 
-@pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("chunk", [None, 8])
-def test_the_loss_in_chunks_is_proved_on_one_device_too(chunk, monkeypatch):
-    refused = pytest.raises(ShardError) if chunk else contextlib.nullcontext()
+@pytest.mark.long
+def test_the_loss_in_chunks_is_proved_on_one_device_too(monkeypatch):
     monkeypatch.setattr(examine, "describe_causality", lambda step: "")
     monkeypatch.setattr(soundness, "NAMES", ("training",))
-    with edited("chunk", "one device") as trainer, refused:
-        examine.check([step_of(trainer, loss_chunk=chunk)])
+    with edited("chunk", "one device") as trainer, pytest.raises(ShardError):
+        examine.check([step_of(trainer, loss_chunk=8)])
 
 
 def test_the_causality_of_later_settings_is_checked_before_the_first_step(monkeypatch):
-    asked = []
+    asked, checked = [], []
+    verdict = SimpleNamespace(how="")
+    monkeypatch.setattr(examine, "check_steps", lambda step: checked.append(step) or verdict)
     monkeypatch.setattr(examine, "describe_causality", lambda step: asked.append(step) or "")
     with jax.set_mesh(tiny.mesh("one device")):
         steps = [tiny.step(tiny.config(seq_len=length)) for length in (16, 32)]
         examine.check(steps)
-    assert asked == steps
+    assert asked == checked == steps
 
 
 @pytest.mark.long

@@ -5,12 +5,11 @@ refused.
 import inspect
 import linecache
 
-from tests.programs import mutated, primitives, program, wrong  # noqa: F401 (they register programs)
+from tests.programs import methods, primitives, program, wrong  # noqa: F401 (they register programs)
 from tests.programs.program import Program
 
-RIGHT, WRITTEN, MUTATED = program.RIGHT, program.WRONG, mutated.PROGRAMS
-WRONG = WRITTEN + MUTATED
-FILES = {inspect.getsourcefile(program.body) for program in RIGHT + WRITTEN}
+RIGHT, WRONG = program.RIGHT, program.WRONG
+FILES = {inspect.getsourcefile(program.body) for program in RIGHT + WRONG}
 
 
 def is_at_its_line(program: Program, file: str, line: int) -> bool:

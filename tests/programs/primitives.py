@@ -13,7 +13,7 @@ def convolution_by_one_entry(x: f32["B/d C L/t"], kernel: f32["R C 1"]) -> f32["
     return lax.conv_general_dilated(x, kernel, (1,), "VALID")
 
 
-@wrong("fft: its fft_lengths depends on the mesh")
+@wrong
 def fourier_transform_of_a_block(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
     return jnp.fft.fft(x).real
 
@@ -27,7 +27,7 @@ def mean_pool_of_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d K
     return lax.psum(lax.reduce_window(x @ w, 0.0, lax.add, (1, 2), (1, 2), "VALID"), "t")
 
 
-@wrong("reduce_window_max: reduce_window_max of a partial sum over t")
+@wrong
 def max_pool_of_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d K"]:
     return lax.psum(max_pool(x @ w), "t")
 
@@ -70,7 +70,7 @@ def columns_subtracted_from(x: f32["B/d L"], y: f32["B/d 2"]) -> f32["B/d L"]:
     return x.at[:, jnp.array([2, 0])].subtract(y)
 
 
-@wrong("scatter: a part is written along dim 0, which is sharded over d", vma=False)
+@wrong(vma=False)
 def window_of_all_rows_of_a_block(x: f32["B/d C"]) -> f32["B/d C"]:
     return lax.scatter(
         x, jnp.array([0]), jnp.full((4, 1), 5.0), lax.ScatterDimensionNumbers((0, 1), (), (1,))
@@ -81,12 +81,12 @@ def filled(x, value):
     return x.at[:, jnp.array([0, 19, 2])].get(mode="fill", fill_value=value)  # here
 
 
-@wrong("gather: gather of a partial sum over t")
+@wrong
 def fives_filled_into_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d 3"]:
     return lax.psum(filled(x @ w, 5.0), "t")
 
 
-@wrong("matmul: matmul of a partial sum over d")
+@wrong
 def sums_of_8_bits_in_a_matmul_of_32(x: i32["B/d L"], w: i32["L M"]) -> i32["1 M"]:
     total = jnp.sum(x.astype(jnp.int8) * jnp.int8(9), axis=0, dtype=jnp.int8)[None]
     w = w.astype(jnp.int8)

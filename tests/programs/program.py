@@ -1,9 +1,10 @@
 """Per-device programs with the functions that they are meant to compute, and how both are run.
 
-A function becomes a program by a decorator, `@right` or `@wrong("the problem")`.
+A function becomes a program by a decorator, `@right` or `@wrong`.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +52,7 @@ class Program:
         ins: the type of each argument, in dicts, lists and tuples as the argument.
         outs: the type of the result, in dicts, lists and tuples as the result.
         axes: axes of the mesh, major to minor.
-        problem: what is wrong; "" of a right program.
+        problem: part of what is said of it, where a test compares that.
         vma: the value of check_vma: False for a program that JAX refuses otherwise.
         hangs: whether devices wait for each other for ever, so that it may be traced but not run.
             Its `whole` is called by no test.
@@ -93,29 +94,23 @@ def program(body: Callable, *, whole: Callable = one_device, **options) -> Progr
     return Program(body.__name__.replace("_", " "), body, whole, ins, outs, **options)
 
 
-def right(body: Callable | None = None, **options):
-    """Registers a body as a right program, which the check accepts."""
+RIGHT: list[Program] = []
+WRONG: list[Program] = []
+"""What was registered, in the order of the files."""
 
+
+def _register(programs: list[Program], body: Callable | None = None, **options):
     def register(body: Callable) -> Program:
-        RIGHT.append(program(body, **options))
-        return RIGHT[-1]
+        programs.append(program(body, **options))
+        return programs[-1]
 
     return register(body) if body else register
 
 
-def wrong(problem: str, **options):
-    """Registers a body as a wrong program, whose problem is at the line that ends in `# here`."""
-
-    def register(body: Callable) -> Program:
-        WRONG.append(program(body, problem=problem, **options))
-        return WRONG[-1]
-
-    return register
-
-
-RIGHT: list[Program] = []
-WRONG: list[Program] = []
-"""What was registered, in the order of the files."""
+right = functools.partial(_register, RIGHT)
+"""Registers a body as a right program, which the check accepts."""
+wrong = functools.partial(_register, WRONG)
+"""Registers a body as a wrong program, whose problem is at the line that ends in `# here`."""
 
 
 def abstract_mesh(program: Program, sizes: tuple[int, ...]) -> AbstractMesh:

@@ -439,6 +439,7 @@ def test_products_of_fp8_run_at_its_peak():
     assert 0.5 * bf16 < fp8 < 0.95 * bf16
 
 
+@pytest.mark.long
 def test_a_document_mask_is_read_as_a_bias():
     """cuDNN takes it as an array of all pairs in the dtype of the queries.
 

@@ -1,14 +1,13 @@
-"""Checks the shard_map parts of public JAX libraries, and compares their numbers on several devices
-and on one.
+r"""Checks the shard_map parts of public JAX libraries, and compares their numbers on several
+devices and on one.
 
-`python -m tests.programs.other_trainers` prints a table, which docs/other-trainers.md sums up. Each
+`python -m bench.other_trainers` prints a table, which docs/other-trainers.md sums up. Each
 function is taken as it is installed. Packages that are missing are named, and their rows left out.
 Install them beside shardwright, without CUDA or torch:
 
     pip install ringattention==0.1.2 ejkernel==0.0.80.3 flax==0.12.8 optax==0.2.8
-    pip install --no-deps --ignore-requires-python maxtext==0.2.5 aqtp qwix simplejson pathwaysutils
-    fastapi \\
-        starlette uvicorn marin-levanter==0.2.227.dev40316220070
+    pip install --no-deps --ignore-requires-python maxtext==0.2.5 aqtp qwix simplejson \
+        pathwaysutils fastapi starlette uvicorn marin-levanter==0.2.227.dev40316220070 \
         marin-haliax==0.2.227.dev40316220070 equinox
 """
 
@@ -143,10 +142,17 @@ QKV = ((2, 16, 2, 4),) * 3
 
 def of_liu(dropout: float = 0.0) -> Callable[..., Any]:
     options = {
-        "causal_block_size": 1, "query_chunk_size": 2, "key_chunk_size": 2, "deterministic": not dropout,
-        "dropout_rng": jax.random.PRNGKey(0), "attn_pdrop": dropout, "dtype": jnp.float32, "precision": None,
-        "policy": jax.checkpoint_policies.nothing_saveable, "prevent_cse": True,
-    }  # fmt: skip
+        "causal_block_size": 1,
+        "query_chunk_size": 2,
+        "key_chunk_size": 2,
+        "deterministic": not dropout,
+        "dropout_rng": jax.random.PRNGKey(0),
+        "attn_pdrop": dropout,
+        "dtype": jnp.float32,
+        "precision": None,
+        "policy": jax.checkpoint_policies.nothing_saveable,
+        "prevent_cse": True,
+    }
     attend = ring_attention_module().ring_attention
     return lambda q, k, v: attend(q, k, v, None, None, None, "t", True, options)
 
@@ -227,9 +233,13 @@ def stage_shift() -> Callable[..., Any]:
 
     def shift(out: jax.Array, io: jax.Array) -> jax.Array:
         here = types.SimpleNamespace(
-            mesh=jax.sharding.get_abstract_mesh(), stages_in_spec=P("stage"), state_io_spec=P("stage"), config=config,
-            use_circ_storage=False, microbatches_per_stage=2,
-        )  # fmt: skip
+            mesh=jax.sharding.get_abstract_mesh(),
+            stages_in_spec=P("stage"),
+            state_io_spec=P("stage"),
+            config=config,
+            use_circ_storage=False,
+            microbatches_per_stage=2,
+        )
         names = ("circ_storage", "circ_storage_mover", "prev_outputs", "shift")
         return of.get_new_loop_state(
             here, out, dict.fromkeys(names) | {"state_io": io, "loop_iteration": 0}
@@ -307,84 +317,273 @@ SCATTERS = (
     (ROWS, COLUMNS, COLUMNS),
 )
 CASES = [
-    Case("ringattention", "ring_attention, causal, with gradients", True,
-         lambda: gradients(of_liu()), (*QKV, QKV[0]), COLUMNS, COLUMNS),
-    Case("ringattention", "ring_attention with dropout", False,
-         lambda: of_liu(0.3), QKV, COLUMNS, COLUMNS, "**bug 2**"),
-    *(Case("ejkernel", f"{name} with gradients", True,
-           functools.partial(lambda name: gradients(ejkernel(name, axis_name="t")), name), args, specs, outs)
-      for name, args, specs, outs in (MATMULS, SCATTERS)),
-    Case("ejkernel", "fused_cross_entropy, vocabulary-parallel", True,
-         lambda: cross_entropy, (LOGITS, TARGETS), (COLUMNS, ALL), ALL),
-    Case("ejkernel", "fused_cross_entropy, gradient", True,
-         lambda: jax.grad(cross_entropy), (LOGITS, TARGETS), (COLUMNS, ALL), COLUMNS),
-    Case("ejkernel", "fused_cross_entropy, soft targets, with gradients", True,
-         lambda: jax.value_and_grad(lambda x, soft: cross_entropy(x, None, soft_targets=soft)),
-         (LOGITS, SOFT_TARGETS), COLUMNS, (ALL, COLUMNS)),
-    Case("ejkernel", "fused_cross_entropy, a device's logits all -inf", False,
-         lambda: cross_entropy, (PADDED, integers(12, 8)), (COLUMNS, ALL), ALL,
-         reason="**bug 3**"),
-    Case("ejkernel", "fused_linear_cross_entropy: loss, accuracy", True,
-         lambda: linear_cross_entropy, ((8, 6), (6, 16), TARGETS, ONES), (ALL, COLUMNS, ALL, ALL), ALL,
-         check_vma=True),
-    Case("ejkernel", "fused_kl_divergence, forward, gradients", True,
-         lambda: divergence("forward"), (LOGITS, LOGITS), COLUMNS, (ALL, COLUMNS)),
-    Case("ejkernel", "fused_kl_divergence, reverse, gradients, check_vma=True", True,
-         lambda: divergence("reverse"), (LOGITS, numbers(8, 16, seed=1)), COLUMNS, (ALL, COLUMNS), check_vma=True),
-    Case("ejkernel", "fused_kl_divergence, reverse, gradients, check_vma=False", False,
-         lambda: divergence("reverse"), (LOGITS, numbers(8, 16, seed=1)), COLUMNS, (ALL, COLUMNS),
-         "psum summed again in the gradient; the library sets check_vma=True"),
-    Case("ejkernel", "ring_attention, causal, sinks, window", True,
-         lambda: lambda *x: ejkernel("ring_attention", axis_name="t", causal=True, sliding_window=(5, 0))(
-             *x[:3], softmax_aux=x[3]),
-         (*QKV, (3,)), (COLUMNS, COLUMNS, COLUMNS, ALL), COLUMNS),
-    Case("ejkernel", "ring_attention, segment ids, 1024 tokens a device", False,
-         lambda: ejkernel("ring_attention", axis_name="t", causal=True),
-         (*((1, 2048, 1, 8),) * 3, DOCUMENTS, DOCUMENTS), COLUMNS, COLUMNS,
-         "**bug 1**", (("t", 2),)),
-    Case("ejkernel", "ring_attention, causal, 1 token a device", False,
-         lambda: ejkernel("ring_attention", axis_name="t", causal=True), ((2, 4, 2, 4),) * 3, COLUMNS, COLUMNS,
-         "**bug 4**"),
-    Case("flax", "BatchNorm(axis_name), with gradients", True,
-         lambda: norm("BatchNorm", use_running_average=False),
-         ({"scale": ONES[:6], "bias": 0 * ONES[:6]}, (16, 6), (16, 6)), (ALL, ROWS, ROWS), (ROWS, ALL, ROWS),
-         check_vma=True),
-    Case("flax", "RMSNorm(axis_name), features sharded", True,
-         lambda: norm("RMSNorm", use_scale=False), ((6, 16),), COLUMNS, COLUMNS),
-    Case("flax", "GroupNorm(axis_name), positions sharded", True,
-         lambda: norm("GroupNorm", num_groups=4, use_bias=False, use_scale=False), ((4, 16, 8),), COLUMNS, COLUMNS),
-    Case("flax", "GroupNorm(axis_name), batch sharded", False,
-         lambda: norm("GroupNorm", num_groups=4, use_bias=False, use_scale=False), ((16, 4, 8),), ROWS, ROWS,
-         "averages different sequences: meant for sharded positions"),
+    Case(
+        "ringattention",
+        "ring_attention, causal, with gradients",
+        True,
+        lambda: gradients(of_liu()),
+        (*QKV, QKV[0]),
+        COLUMNS,
+        COLUMNS,
+    ),
+    Case(
+        "ringattention",
+        "ring_attention with dropout",
+        False,
+        lambda: of_liu(0.3),
+        QKV,
+        COLUMNS,
+        COLUMNS,
+        "**bug 2**",
+    ),
+    *(
+        Case(
+            "ejkernel",
+            f"{name} with gradients",
+            True,
+            functools.partial(lambda name: gradients(ejkernel(name, axis_name="t")), name),
+            args,
+            specs,
+            outs,
+        )
+        for name, args, specs, outs in (MATMULS, SCATTERS)
+    ),
+    Case(
+        "ejkernel",
+        "fused_cross_entropy, vocabulary-parallel",
+        True,
+        lambda: cross_entropy,
+        (LOGITS, TARGETS),
+        (COLUMNS, ALL),
+        ALL,
+    ),
+    Case(
+        "ejkernel",
+        "fused_cross_entropy, gradient",
+        True,
+        lambda: jax.grad(cross_entropy),
+        (LOGITS, TARGETS),
+        (COLUMNS, ALL),
+        COLUMNS,
+    ),
+    Case(
+        "ejkernel",
+        "fused_cross_entropy, soft targets, with gradients",
+        True,
+        lambda: jax.value_and_grad(lambda x, soft: cross_entropy(x, None, soft_targets=soft)),
+        (LOGITS, SOFT_TARGETS),
+        COLUMNS,
+        (ALL, COLUMNS),
+    ),
+    Case(
+        "ejkernel",
+        "fused_cross_entropy, a device's logits all -inf",
+        False,
+        lambda: cross_entropy,
+        (PADDED, integers(12, 8)),
+        (COLUMNS, ALL),
+        ALL,
+        reason="**bug 3**",
+    ),
+    Case(
+        "ejkernel",
+        "fused_linear_cross_entropy: loss, accuracy",
+        True,
+        lambda: linear_cross_entropy,
+        ((8, 6), (6, 16), TARGETS, ONES),
+        (ALL, COLUMNS, ALL, ALL),
+        ALL,
+        check_vma=True,
+    ),
+    Case(
+        "ejkernel",
+        "fused_kl_divergence, forward, gradients",
+        True,
+        lambda: divergence("forward"),
+        (LOGITS, LOGITS),
+        COLUMNS,
+        (ALL, COLUMNS),
+    ),
+    Case(
+        "ejkernel",
+        "fused_kl_divergence, reverse, gradients, check_vma=True",
+        True,
+        lambda: divergence("reverse"),
+        (LOGITS, numbers(8, 16, seed=1)),
+        COLUMNS,
+        (ALL, COLUMNS),
+        check_vma=True,
+    ),
+    Case(
+        "ejkernel",
+        "fused_kl_divergence, reverse, gradients, check_vma=False",
+        False,
+        lambda: divergence("reverse"),
+        (LOGITS, numbers(8, 16, seed=1)),
+        COLUMNS,
+        (ALL, COLUMNS),
+        "psum summed again in the gradient; the library sets check_vma=True",
+    ),
+    Case(
+        "ejkernel",
+        "ring_attention, causal, sinks, window",
+        True,
+        lambda: (
+            lambda *x: ejkernel(
+                "ring_attention", axis_name="t", causal=True, sliding_window=(5, 0)
+            )(*x[:3], softmax_aux=x[3])
+        ),
+        (*QKV, (3,)),
+        (COLUMNS, COLUMNS, COLUMNS, ALL),
+        COLUMNS,
+    ),
+    Case(
+        "ejkernel",
+        "ring_attention, segment ids, 1024 tokens a device",
+        False,
+        lambda: ejkernel("ring_attention", axis_name="t", causal=True),
+        (*((1, 2048, 1, 8),) * 3, DOCUMENTS, DOCUMENTS),
+        COLUMNS,
+        COLUMNS,
+        "**bug 1**",
+        (("t", 2),),
+    ),
+    Case(
+        "ejkernel",
+        "ring_attention, causal, 1 token a device",
+        False,
+        lambda: ejkernel("ring_attention", axis_name="t", causal=True),
+        ((2, 4, 2, 4),) * 3,
+        COLUMNS,
+        COLUMNS,
+        "**bug 4**",
+    ),
+    Case(
+        "flax",
+        "BatchNorm(axis_name), with gradients",
+        True,
+        lambda: norm("BatchNorm", use_running_average=False),
+        ({"scale": ONES[:6], "bias": 0 * ONES[:6]}, (16, 6), (16, 6)),
+        (ALL, ROWS, ROWS),
+        (ROWS, ALL, ROWS),
+        check_vma=True,
+    ),
+    Case(
+        "flax",
+        "RMSNorm(axis_name), features sharded",
+        True,
+        lambda: norm("RMSNorm", use_scale=False),
+        ((6, 16),),
+        COLUMNS,
+        COLUMNS,
+    ),
+    Case(
+        "flax",
+        "GroupNorm(axis_name), positions sharded",
+        True,
+        lambda: norm("GroupNorm", num_groups=4, use_bias=False, use_scale=False),
+        ((4, 16, 8),),
+        COLUMNS,
+        COLUMNS,
+    ),
+    Case(
+        "flax",
+        "GroupNorm(axis_name), batch sharded",
+        False,
+        lambda: norm("GroupNorm", num_groups=4, use_bias=False, use_scale=False),
+        ((16, 4, 8),),
+        ROWS,
+        ROWS,
+        "averages different sequences: meant for sharded positions",
+    ),
     Case("optax", "adamw, rows sharded", True, lambda: update("adamw"), ((16, 4),) * 2, ROWS, ROWS),
-    Case("optax", "contrib.muon, whole matrices", True, lambda: update("muon"), ((16, 4),) * 2, ALL, ALL),
-    Case("optax", "contrib.muon, rows sharded", False,
-         lambda: update("muon"), ((16, 4),) * 2, ROWS, ROWS,
-         "no collectives: meant for whole matrices"),
-    Case("optax", "adafactor, rows sharded", False,
-         lambda: update("adafactor", min_dim_size_to_factor=2), ((16, 4),) * 2, ROWS, ROWS,
-         "no collectives: meant for whole matrices"),
-    Case("maxtext", "Ulysses attention: all_to_all, back", True,
-         ulysses, ((2, 8, 16, 4),) * 3, P(None, None, "t"), P(None, None, "t")),
-    Case("maxtext", "shmap_collective_matmul", True,
-         lambda: module("maxtext.examples.shmap_collective_matmul").collective_matmul.__wrapped__,
-         ((2, 16, 8), (8, 8, 4)), (P(None, "tp"), P(None, "tp")), P(None, None, "tp"),
-         axes=(("tp", 4),)),
-    Case("maxtext", "gdn_cp: prefix scan of GatedDeltaNet states", True,
-         delta_net, ((8, 2, 3, 4), (8, 2, 3, 5), (8, 2, 3, 4), (8, 2, 3), (2, 4, 5)), (*(ROWS,) * 4, ALL), ALL),
-    Case("maxtext", "pipeline: shift to the next stage", False,
-         stage_shift, ((4, 3, 5), (4, 2, 3, 5)), axes=(("stage", 4),),
-         reason="by design: the number of stages is that of devices"),
+    Case(
+        "optax",
+        "contrib.muon, whole matrices",
+        True,
+        lambda: update("muon"),
+        ((16, 4),) * 2,
+        ALL,
+        ALL,
+    ),
+    Case(
+        "optax",
+        "contrib.muon, rows sharded",
+        False,
+        lambda: update("muon"),
+        ((16, 4),) * 2,
+        ROWS,
+        ROWS,
+        "no collectives: meant for whole matrices",
+    ),
+    Case(
+        "optax",
+        "adafactor, rows sharded",
+        False,
+        lambda: update("adafactor", min_dim_size_to_factor=2),
+        ((16, 4),) * 2,
+        ROWS,
+        ROWS,
+        "no collectives: meant for whole matrices",
+    ),
+    Case(
+        "maxtext",
+        "Ulysses attention: all_to_all, back",
+        True,
+        ulysses,
+        ((2, 8, 16, 4),) * 3,
+        P(None, None, "t"),
+        P(None, None, "t"),
+    ),
+    Case(
+        "maxtext",
+        "shmap_collective_matmul",
+        True,
+        lambda: module("maxtext.examples.shmap_collective_matmul").collective_matmul.__wrapped__,
+        ((2, 16, 8), (8, 8, 4)),
+        (P(None, "tp"), P(None, "tp")),
+        P(None, None, "tp"),
+        axes=(("tp", 4),),
+    ),
+    Case(
+        "maxtext",
+        "gdn_cp: prefix scan of GatedDeltaNet states",
+        True,
+        delta_net,
+        ((8, 2, 3, 4), (8, 2, 3, 5), (8, 2, 3, 4), (8, 2, 3), (2, 4, 5)),
+        (*(ROWS,) * 4, ALL),
+        ALL,
+    ),
+    Case(
+        "maxtext",
+        "pipeline: shift to the next stage",
+        False,
+        stage_shift,
+        ((4, 3, 5), (4, 2, 3, 5)),
+        axes=(("stage", 4),),
+        reason="by design: the number of stages is that of devices",
+    ),
     moe("MoE ring", "ring", 8.0, True),
     moe("MoE fixed_all_to_all", "fixed", 8.0, True),
     moe("MoE fixed_all_to_all", "fixed", 1.0, False),
-    Case("marin-levanter", "estimate_qb_beta_topk", False,
-         of_batch_shards, ((TOKENS, 4), np.ones(TOKENS, bool)),
-         reason="by design: a mean of the devices' own thresholds",
-         takes=(P("t", None), P("t"))),
-    Case("marin-levanter", "short_conv, positions sharded", True,
-         short_conv, ((4, 6), (2, 32, 6)), takes=(ALL, P(None, "t", None))),
-]  # fmt: skip
+    Case(
+        "marin-levanter",
+        "estimate_qb_beta_topk",
+        False,
+        of_batch_shards,
+        ((TOKENS, 4), np.ones(TOKENS, bool)),
+        reason="by design: a mean of the devices' own thresholds",
+        takes=(P("t", None), P("t")),
+    ),
+    Case(
+        "marin-levanter",
+        "short_conv, positions sharded",
+        True,
+        short_conv,
+        ((4, 6), (2, 32, 6)),
+        takes=(ALL, P(None, "t", None)),
+    ),
+]
 
 
 # ---- what is said of them ------------------------------------------------------------------------
