@@ -22,6 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from omegaconf import OmegaConf
 
+from docs.site import api_page, ops_page, settings_page
 from shardlib.shardtypes import ShardError
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
@@ -35,7 +36,6 @@ from shardwright.settings.settings import made
 from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
 from shardwright.tools.verify import VerifyConfig
 from tests.programs.corpus import RIGHT, WRONG
-from tests.support import api_page, ops_page, settings_page
 from tests.support.gauntlet_page import BUGS, catcher
 from tests.support.recipes import SOURCE, module_of
 from tests.support.shipped import CONFIGS, load

@@ -1,6 +1,6 @@
 """docs/api.md: what models, losses and tools of your own call, with signatures and docstrings.
 
-python -m tests.support.api_page > docs/api.md
+python -m docs.site.api_page > docs/api.md
 """
 
 import ast
@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from tests.support.ops_page import signature
+from docs.site.ops_page import signature
 
 PARTS = {
     "Models": {

@@ -1,6 +1,6 @@
 """docs/settings.md: all settings of a run, by section, with types, defaults and docstrings.
 
-python -m tests.support.settings_page > docs/settings.md
+python -m docs.site.settings_page > docs/settings.md
 """
 
 import importlib
