@@ -28,7 +28,7 @@ DEVELOPMENT := $(VENV)/.installed-$(EXTRAS)
 SITE := $(VENV)/.installed-for-docs
 fail = { echo "make: $(1)" >&2; exit 1; }
 
-.PHONY: help demo verify setup test test-quick test-long test-slow test-shardlib mutants house wheels docs pictures lint format constraints clean check-python check-venv
+.PHONY: help demo verify setup test test-quick test-long test-shardlib mutants house wheels docs pictures lint format constraints clean check-python check-venv
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS) ARGS=$(ARGS)"
@@ -45,23 +45,20 @@ setup: $(DEVELOPMENT) ## only install
 # The linters run beside the tests, and what they print comes last.
 test: $(DEVELOPMENT) ## all tests of a few seconds each, beside the linters and the type checker
 	@printed=$$(mktemp); $(MAKE) --no-print-directory lint >$$printed 2>&1 & linters=$$!; \
-	$(RUN) pytest -n $(WORKERS) $(BY_FILE) $(SLOWEST) -m "not long and not slow"; tests=$$?; \
+	$(RUN) pytest -n $(WORKERS) $(BY_FILE) $(SLOWEST) -m "not long"; tests=$$?; \
 	wait $$linters; linted=$$?; cat $$printed; rm $$printed; exit $$((tests || linted))
 
 test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: seconds
-	$(RUN) pytest -n $(WORKERS) $(SLOWEST) -m "quick and not slow"
+	$(RUN) pytest -n $(WORKERS) $(SLOWEST) -m quick
 
-test-long: $(DEVELOPMENT) ## only the long tests: less than half an hour on two cores
-	$(RUN) pytest -n $(WORKERS) $(BY_FILE) $(SLOWEST) -m "long and not slow"
-
-test-slow: $(DEVELOPMENT) ## only the slow tests: some hours on two cores
-	$(RUN) pytest -n $(WORKERS) $(SLOWEST) -m slow
+test-long: $(DEVELOPMENT) ## only the long tests, which `make test` leaves out
+	$(RUN) pytest -n $(WORKERS) $(BY_FILE) $(SLOWEST) -m long
 
 test-shardlib: check-python ## the tests of shardlib, where only it and pytest are installed: a few minutes
 	rm -rf build $(VENV)-shardlib && $(PYTHON) -m venv $(VENV)-shardlib
 	$(VENV)-shardlib/bin/pip install --quiet ./shardlib pytest $(CONSTRAINTS:%=-c %)
 	JAX_ENABLE_COMPILATION_CACHE=false $(VENV)-shardlib/bin/pytest -o addopts="--import-mode=importlib --strict-markers" -o pythonpath=. \
-	  -m "not long and not slow" tests/shardlib tests/exact
+	  -m "not long" tests/shardlib tests/exact
 
 mutants: $(DEVELOPMENT) ## plant single faults in a copy of the source, and see that tests still catch them: half an hour
 	$(RUN) bench.faults $(ARGS)

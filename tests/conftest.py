@@ -1,6 +1,5 @@
 """Every test sees eight simulated devices, whatever the machine; or TEST_DEVICES of them."""
 
-import collections
 import gc
 import os
 import sys
@@ -27,27 +26,6 @@ os.environ.update(compiled_in(str(Path(__file__).parents[1] / ".pytest_cache" / 
 # A trace makes many objects, most of which live on: looking for cycles among them took a sixth of
 # the CPU time.
 gc.set_threshold(50_000, 20, 20)
-
-
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a long test only the first and the last case stay long; the others are slow.
-
-    Those of a long file, which share what takes long, and of a test that is `long(every_case=True)`
-    all stay. The cases are those that are collected, so run a few without `-m`.
-    """
-    cases = collections.defaultdict(list)
-    for item in items:
-        markers = [marker for marker in item.own_markers if marker.name == "long"]
-        if (
-            markers
-            and not any(marker.kwargs for marker in markers)
-            and not item.get_closest_marker("slow")
-        ):
-            cases[item.nodeid.split("[")[0]].append(item)
-    for same in cases.values():
-        for item in same[1:-1]:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,13 @@ from shardlib.shardtypes import f32, i32
 from tests.programs.corpus import WRONG, is_at_its_line
 from tests.programs.program import Program, cases, program, traced
 
-NAMED_FIRST = 132
+NAMED_LATER = {
+    "array added to on each device",
+    "exchange on the first device alone",
+    "partial sums convolved with sharded features",
+    "repeated partial sum contracted",
+    "reversed on several devices",
+}
 """Of so many programs of tests/programs the line is named first that they mark as wrong."""
 CASES: list[Program] = []
 
@@ -252,5 +258,4 @@ def is_named_first(case: Program) -> bool:
 
 @pytest.mark.long
 def test_the_line_of_most_wrong_programs_is_named_first():
-    named = [case.name for case in WRONG if is_named_first(case)]
-    assert len(named) >= NAMED_FIRST, {case.name for case in WRONG} - {*named}
+    assert {case.name for case in WRONG if not is_named_first(case)} <= NAMED_LATER

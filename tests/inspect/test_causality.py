@@ -486,7 +486,7 @@ def with_one_more(monkeypatch, loss):
             given = Targets.of(batch)
             return cls(**vars(given), more=2 * given.ids)
 
-    monkeypatch.setattr(train, "Targets", More)
+    monkeypatch.setattr("shardwright.modeling.forward.Targets", More)
     monkeypatch.setitem(
         train.LOSSES, "cross_entropy", lambda logits, targets, c: loss(logits, targets)
     )

@@ -36,7 +36,7 @@ def installed(place: Path) -> None:
         (place / "bin" / name).chmod(0o755)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Kernel is running over TCP:UserWarning")
 def test_its_cells_plan_train_and_compare(tmp_path, monkeypatch):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

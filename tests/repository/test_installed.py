@@ -139,7 +139,7 @@ def test_its_own_tests_need_no_trainer():
         "no:cacheprovider",
         "--collect-only",
         "-m",
-        "not long and not slow",
+        "not long",
         *folders,
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)

@@ -386,7 +386,7 @@ def test_the_first_change_and_its_refusal():
     assert shown.split() == message.split()[1:]
 
 
-@pytest.mark.long(every_case=True)
+@pytest.mark.long
 @pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="other jax traces a few operations more, by a percent"
 )

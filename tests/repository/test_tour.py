@@ -26,7 +26,7 @@ def outputs(notebook: Any) -> tuple[list[str], list[float]]:
     return NUMBER.sub("#", text).splitlines(), [float(number) for number in NUMBER.findall(text)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Kernel is running over TCP:UserWarning")
 def test_what_is_stored_is_what_it_prints(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # it simulates its devices itself

@@ -235,7 +235,7 @@ def expected(module: str):
     return w, jax.value_and_grad(dense_loss)(w, tiny.host_batch(), LAYER[module])
 
 
-@pytest.mark.long(every_case=True)
+@pytest.mark.long
 @pytest.mark.parametrize("microbatches", [2])
 @pytest.mark.parametrize("place", ["one device", *PLACES, "c=2 d=2 t=2"])
 @pytest.mark.parametrize("module", MODELS)
@@ -360,7 +360,7 @@ def test_statistics_are_by_layer_of_each_stack():
         np.testing.assert_allclose(weights[f"{stack}.w_q"]["rms"], expected, rtol=1e-5)
 
 
-@pytest.mark.long(every_case=True)
+@pytest.mark.long
 @pytest.mark.parametrize(("stack", "row", "layer"), [("dense", 1, 1), ("layers", 2, 4)])
 def test_an_infinity_is_found_in_its_layer(stack, row, layer):
     c = config("two")

@@ -302,7 +302,7 @@ def test_each_gather_of_a_weight_has_its_line_in_the_layer():
 WHOLE, STAGES = {"r": 2, "d": 2, "t": 2}, {"r": 1, "d": 2, "t": 2, "p": 2}
 
 
-@pytest.mark.long(every_case=True)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "mesh", "microbatches", "gather"),
     [

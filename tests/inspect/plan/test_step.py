@@ -196,7 +196,7 @@ def test_windows_are_counted(attention):
     )
 
 
-@pytest.mark.long(every_case=True)
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(1, 1, 8, 1), (1, 2, 2, 2)])
 def test_state_is_divided_by_the_axes_that_shard_it(sizes):
     step = planned(tiny.config(), sizes, "h100")

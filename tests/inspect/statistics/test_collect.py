@@ -189,7 +189,7 @@ OTHERS = [
 OTHERS += [("d=4 t=2", {"save": "nothing"})]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "changes"), OTHERS)
 def test_statistics_are_the_same_on_every_mesh_and_however_the_step_is_computed(mesh, changes):
     found, expected = stepped(mesh, **changes)[0], stepped("d=4 t=2")[0]
