@@ -28,7 +28,6 @@ from shardwright.inspect.causality import describe_causality
 from shardwright.inspect.planning import planned_step
 from shardwright.inspect.soundness import find_unsound
 from shardwright.inspect.statistics.collect import RunStatistics
-from shardwright.inspect.statistics.origin import Finder
 from shardwright.modeling.model import load_model
 from shardwright.models import moe
 from shardwright.optimizers.scales import scales_of
@@ -147,7 +146,6 @@ MIXED = changed(
 )
 """Vectors, one too small for a mesh, and parts that are stacks themselves, in both stacks."""
 MODELS = {"block": BLOCK, "two": TWO, "mixed": MIXED}
-PLACES = ("d=4 t=2", "p=2 d=2 t=2")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -236,11 +234,12 @@ def expected(module: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("microbatches", [2])
-@pytest.mark.parametrize("place", ["one device", *PLACES, "c=2 d=2 t=2"])
-@pytest.mark.parametrize("module", MODELS)
-def test_loss_and_gradients_are_those_of_a_dense_computation(module, place, microbatches):
-    c = config(module, microbatches=microbatches)
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [("block", "c=2 d=2 t=2"), ("two", "p=2 d=2 t=2"), ("mixed", "p=2 d=2 t=2")],
+)
+def test_loss_and_gradients_are_those_of_a_dense_computation(module, place):
+    c = config(module, microbatches=2)
     w, (loss, g) = expected(module)
     Weights = load_model(c.model).Weights
     with jax.set_mesh(tiny.mesh(place)):
@@ -262,11 +261,9 @@ def test_loss_and_gradients_are_those_of_a_dense_computation(module, place, micr
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("module", MODELS)
-def test_they_are_proved(module, place):
-    with jax.set_mesh(tiny.mesh(place)):
-        step = tiny.step(config(module, microbatches=2))
+def test_a_block_is_proved():
+    with jax.set_mesh(tiny.mesh("p=2 d=2 t=2")):
+        step = tiny.step(config("block", microbatches=2))
         assert find_unsound(step) == []
         assert describe_causality(step).endswith(
             "no position sees a later token or another document"
@@ -288,9 +285,8 @@ WRONG = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", ["d=2 t=2", "p=2 d=2 t=2"])
 @pytest.mark.parametrize("where", WRONG)
-def test_a_wrong_edit_of_each_kind_of_layer_is_found(where, place, tmp_path):
+def test_a_wrong_edit_of_each_kind_of_layer_is_found(where, tmp_path):
     old, new = WRONG[where]
     source = BLOCK if where == "block" else TWO
     assert source.count(old) == 1
@@ -299,7 +295,7 @@ def test_a_wrong_edit_of_each_kind_of_layer_is_found(where, place, tmp_path):
     source = re.sub(r'module: str = "\w+"', f'module: str = "{name}"', source)
     with (
         imported(name, f"from shardlib import shardops\n{source}", tmp_path),
-        jax.set_mesh(tiny.mesh(place)),
+        jax.set_mesh(tiny.mesh("p=2 d=2 t=2")),
     ):
         found = found_soon(tiny.step(config(name)), lambda text: OF_MESH in text)
     assert OF_MESH in found, found
@@ -320,24 +316,23 @@ def trained(c, state, steps):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
-def test_a_run_goes_on_on_another_mesh(algorithm, tmp_path):
+def test_a_run_goes_on_on_another_mesh(tmp_path):
     c = config("mixed", microbatches=2)
-    c.optimizer = dataclasses.replace(c.optimizer, algorithm=algorithm)
+    c.optimizer = dataclasses.replace(c.optimizer, algorithm="muon")
     State = train.State[load_model(c.model).Weights]
     with jax.set_mesh(tiny.mesh("one device")):
-        _, expected = trained(c, tiny.state(c), range(6))
+        _, expected = trained(c, tiny.state(c), range(4))
     with jax.set_mesh(tiny.mesh("d=4 t=2")), Checkpointer(tmp_path) as checkpoints:
-        state, losses = trained(c, tiny.state(c), range(3))
-        checkpoints.save(3, state, {}, {})
+        state, losses = trained(c, tiny.state(c), range(2))
+        checkpoints.save(2, state, {}, {})
     with jax.set_mesh(tiny.mesh("p=2 d=2 t=2")), Checkpointer(tmp_path) as checkpoints:
         fresh = jax.eval_shape(lambda: tiny.state(c))
         like = jax.tree.map(
             lambda x, s: x.update(sharding=s), fresh, make_shardings(State, like=fresh)
         )
-        state = checkpoints.restore(3, like, orders={})
+        state = checkpoints.restore(2, like, orders={})
         assert state.weights.dense.attention.w_q.sharding.spec == P(None, ("d", "p"), "t", None)
-        losses += trained(c, state, range(3, 6))[1]
+        losses += trained(c, state, range(2, 4))[1]
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert expected[-1] < expected[0] - 0.1
 
@@ -358,21 +353,6 @@ def test_statistics_are_by_layer_of_each_stack():
     for stack in ("dense", "layers"):
         expected = np.sqrt(np.mean(getattr(w, stack).w_q ** 2, axis=(1, 2, 3)))
         np.testing.assert_allclose(weights[f"{stack}.w_q"]["rms"], expected, rtol=1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("stack", "row", "layer"), [("dense", 1, 1), ("layers", 2, 4)])
-def test_an_infinity_is_found_in_its_layer(stack, row, layer):
-    c = config("two")
-    with jax.set_mesh(tiny.mesh("one device")):
-        step, state = tiny.step(c), tiny.state(c)
-        weights = getattr(state.weights, stack)
-        weights.w_v = weights.w_v.at[row].set(1e38)
-        finder = Finder(step.jaxpr, step.model.table, len(jax.tree.leaves(state)) + 2)
-        origin, _ = finder.find(state, tiny.place_batch(c), np.int32(0))
-    assert origin is not None
-    assert origin.layers == (layer, layer)
-    assert "layer" in origin.name
 
 
 @pytest.mark.long
@@ -401,15 +381,8 @@ def test_mup_scales_each_kind_of_layer():
     two: Any = load_model(config("two").model)
     two.multipliers = {"residual": ["w_out", "w_down"]}
     found = scales_of(c, two)
-    assert (
-        found.dense.w_out.multiplier,
-        found.dense.w_down.multiplier,
-        found.layers.w_out.multiplier,
-    ) == (
-        0.5,
-        0.5,
-        0.5,
-    )
+    scaled = found.dense.w_out, found.dense.w_down, found.layers.w_out
+    assert {x.multiplier for x in scaled} == {0.5}
     assert (found.dense.w_q.depth, found.layers.w_q.depth, found.embed.depth) == (2, 2, 1)
     assert found.dense.w_q.multiplier == 1
     block: Any = load_model(config("block").model)
@@ -417,37 +390,26 @@ def test_mup_scales_each_kind_of_layer():
     found = scales_of(tiny.optimizer(parametrization="completep", base={"layers": 1}), block)
     assert (found.layers.full.w_out.multiplier, found.layers.window.w_out.multiplier) == (0.25, 1)
     found = scales_of(c, load_model(mixture(dense_layers=2, layers=4)))
-    assert {
-        found.dense.w_down.multiplier,
-        found.dense.w_o.multiplier,
-        found.layers.w_down.multiplier,
-    } == {0.5}
+    scaled = found.dense.w_down, found.dense.w_o, found.layers.w_down
+    assert {x.multiplier for x in scaled} == {0.5}
 
 
 # ---- moe.py: dense layers before those with experts ----------------------------------------------
 
 
 def mixture(**changes) -> moe.ModelConfig:
-    sizes: dict[str, Any] = SIZES | {
-        "n_q_per_kv": 2,
-        "d_ff": 16,
-        "experts": 8,
-        "experts_per_token": 2,
-        "dense_layers": 1,
-    }
-    return moe.ModelConfig(**sizes | {"dense_d_ff": 24, "layers": 2, "balance_loss": 0.1} | changes)
+    sizes: dict[str, Any] = SIZES | {"n_q_per_kv": 2, "d_ff": 16, "dense_d_ff": 24, "layers": 2}
+    experts = {"experts": 8, "experts_per_token": 2, "dense_layers": 1, "balance_loss": 0.1}
+    return moe.ModelConfig(**sizes | experts | changes)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", ["d=4 t=2", "p=2 d=2 t=2", "p=2 e=2 t=2"])
-def test_dense_layers_before_experts(place):
+def test_dense_layers_before_experts():
     c = tiny.config(mixture(), microbatches=2)
     with jax.set_mesh(tiny.mesh("one device")):
-        expected = trained(c, tiny.state(c), range(4))[1]
-    with jax.set_mesh(tiny.mesh(place)):
-        step = tiny.step(c)
-        assert find_unsound(step) == []
-        np.testing.assert_allclose(trained(c, tiny.state(c), range(4))[1], expected, rtol=1e-4)
+        expected = trained(c, tiny.state(c), range(2))[1]
+    with jax.set_mesh(tiny.mesh("p=2 e=2 t=2")):
+        np.testing.assert_allclose(trained(c, tiny.state(c), range(2))[1], expected, rtol=1e-4)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -489,9 +451,9 @@ def test_a_loss_in_a_stack_before_the_layers_is_refused(tmp_path):
             step.lower()
 
 
-@pytest.mark.long
+@pytest.mark.quick
 def test_no_layers_before_the_others():
     c = tiny.config(sys.modules["two"].ModelConfig(**SIZES, dense_layers=0))
     assert load_model(c.model).table.dense is None
     with jax.set_mesh(tiny.mesh("p=2 d=2")):
-        assert find_unsound(tiny.step(c)) == []
+        assert tiny.step(c).traced
