@@ -150,22 +150,18 @@ KINDS = {
     "gather": ("gather", "blockwise"),
     "ulysses": ("ulysses", "blockwise"),
     "gather, einsum": ("gather", "einsum"),
-    "ulysses, einsum": ("ulysses", "einsum"),
 }
 QUICK = [("ring", "sinks", "c=2 t=2"), ("gather", "learned", "c=2"), ("ulysses", "alibi", "c=8")]
 QUICK += [("local", WINDOW, "d=2 t=2"), ("local", "learned", "d=2 t=2")]
 QUICK += [("local, einsum", WINDOW, "d=2 t=2"), ("local, einsum", "alibi", "d=2 t=2")]
-LONG = [
-    (kind, name, "d=2 t=2") for kind in ("local", "local, einsum") for name in ("prefix", "sinks")
-]
-LONG += [("ring", WINDOW, "c=6"), ("ring", "prefix", "c=3"), ("ring", "learned", "c=2")]
+LONG = [("local", "prefix", "d=2 t=2"), ("local", "sinks", "d=2 t=2"), ("ring", WINDOW, "c=6")]
 LONG += [("gather", "sinks", "c=4 d=2"), ("ulysses", "sinks", "c=6")]
-LONG += [("gather, einsum", "prefix", "c=3"), ("ulysses, einsum", "alibi", "c=6")]
+LONG += [("gather, einsum", "prefix", "c=3")]
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "mesh"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.long(every_case=True)) for case in LONG)],
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
 )
 def test_each_way_is_dense(kind, name, mesh):
     """Of six devices, three have a third of a kv head's queries each by ulysses; a ring of them has
@@ -181,41 +177,19 @@ def test_each_way_is_dense(kind, name, mesh):
         )
 
 
+TWO_HEADS = (1, 8, 2, 1, 4)
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("how", "path", "queries", "options", "reason"),
     [
-        (
-            "ulysses",
-            "auto",
-            (1, 8, 1, 1, 4),
-            {},
-            "1 query heads of a kv head do not divide among 2 devices",
-        ),
-        (
-            "ulysses",
-            "auto",
-            (1, 8, 2, 1, 4),
-            {"learned": True},
-            "has learned weights, whose heads it does not know",
-        ),
-        (
-            "ring",
-            "einsum",
-            (1, 8, 2, 1, 4),
-            {},
-            "it computes in blocks, and training.attention is einsum",
-        ),
-        (
-            "ring",
-            "auto",
-            (1, 7, 2, 1, 4),
-            {},
-            "a device of c has 7 positions, not two equal chunks",
-        ),
-        ("gather", "einsum", (1, 8, 2, 1, 4), {"drop": len}, "attention weights have dropout"),
+        ("ulysses", "auto", (1, 8, 1, 1, 4), {}, "1 query heads of a kv head do not divide amo"),
+        ("ulysses", "auto", TWO_HEADS, {"learned": True}, "has learned weights, whose heads it"),
+        ("ring", "einsum", TWO_HEADS, {}, "in blocks, and training.attention is einsum"),
+        ("ring", "auto", (1, 7, 2, 1, 4), {}, "a device of c has 7 positions, not two equal chu"),
+        ("gather", "einsum", TWO_HEADS, {"drop": len}, "attention weights have dropout"),
     ],
 )
 def test_a_way_that_cannot_do_it_says_so(how, path, queries, options, reason):
@@ -244,17 +218,12 @@ def test_kernels_that_count_from_0_take_no_part_of_the_queries(monkeypatch):
             ValueError, match=f"is {kernel}, which cannot do this: 1024 queries of 2048 positions"
         ):
             attention_paths.choose(kernel, pattern, q, keys=2048)
-    tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU")
-    monkeypatch.setattr(attention_paths, "target_device", lambda: tpu)
-    assert attention_paths.choose("auto", CAUSAL, q) == "splash"
-    assert attention_paths.choose("auto", CAUSAL, q, keys=2048) == "blockwise"
 
 
 # ---- zigzag order --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-def test_zigzag_order_is_chunks_from_both_ends(devices):
+def test_zigzag_order_is_chunks_from_both_ends():
     """Device i has chunks i and 2n - 1 - i. The way back undoes it."""
 
     @jax.jit
@@ -263,6 +232,7 @@ def test_zigzag_order_is_chunks_from_both_ends(devices):
         z = shardops.zigzag("L/c M -> Z/c M", x)
         return z, shardops.zigzag("Z/c M -> L/c M", z)
 
+    devices = 3
     x = np.arange(4 * devices * 3, dtype=np.int32).reshape(-1, 3)  # chunks of two
     chunks = x.reshape(2 * devices, 2, 3)
     expected = [chunks[j] for i in range(devices) for j in (i, 2 * devices - 1 - i)]
@@ -281,17 +251,11 @@ def positions_of_the_other_order(x: f32["L/c"]) -> f32["L/c"]:
     return shardops.zigzag("Z/c -> L/c", jnp.where(shardops.positions("L/c") > 5, z, 0))
 
 
-def undone_without_being_done(x: f32["L/c"]) -> f32["L/c"]:
-    return shardops.zigzag("Z/c -> L/c", 2 * x)
-
-
 def shifted_in_the_order(x: f32["L/c"]) -> f32["L/c"]:
     return shardops.zigzag("Z/c -> L/c", jnp.roll(shardops.zigzag("L/c -> Z/c", x), 1))
 
 
-@pytest.mark.parametrize(
-    "wrong", [positions_of_the_other_order, undone_without_being_done, shifted_in_the_order]
-)
+@pytest.mark.parametrize("wrong", [positions_of_the_other_order, shifted_in_the_order])
 def test_two_orders_never_meet(wrong):
     with pytest.raises(
         ShardError, match=r"test_context.py:\d+: .*\n.*\nwrong: it does not compute"

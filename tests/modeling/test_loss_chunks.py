@@ -20,7 +20,6 @@ from shardwright.modeling.model import Targets
 from shardwright.modeling.weights import Weight, act, at_rest, gain
 from shardwright.program.checks import check_config
 from shardwright.program.config import check_divides
-from shardwright.tools.verify import small
 from tests.support import tiny
 
 
@@ -101,12 +100,3 @@ def test_a_chunk_that_does_not_fit_is_refused():
         ValueError, match=r"training\.loss_chunk is 2; .* it must be a multiple of t = 8"
     ):
         check_divides(c, {"r": 1, "d": 1, "t": 8})
-
-
-def test_verify_keeps_chunks_that_all_its_meshes_divide():
-    c = tiny.config(loss_chunk=4)
-    small(c, 8)
-    check_config(c)
-    assert c.training.loss_chunk < c.training.seq_len
-    for t in (1, 2, 4, 8):
-        check_divides(c, {"r": 1, "d": 8 // t, "t": t})

@@ -9,32 +9,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from shardwright.modeling.weights import initialize
 from shardwright.models import gpt2
 from shardwright.program.checks import check_config
 from shardwright.sampling import cache
 from tests.support import tiny
-from tests.support.transformers_models import exported
+from tests.support.transformers_models import imported, theirs
 
 
 def model(**changes) -> gpt2.ModelConfig:
     sizes = {"vocab": 64, "positions": 24, "d_model": 64, "layers": 3, "heads": 8, "bos_id": 5}
     return gpt2.ModelConfig(**{**sizes, **changes})
-
-
-def weights(c: gpt2.ModelConfig) -> gpt2.GPT2:
-    """Fresh weights on the mesh in force, with gains that are not 1 and biases that are not 0."""
-    w = jax.jit(lambda key: initialize(gpt2.Model(c).table, key))(jax.random.key(7))
-    noise = np.random.default_rng(2)
-
-    def wobble(x):
-        return jax.device_put(
-            np.asarray(x) + 0.1 * noise.normal(size=x.shape).astype(np.float32), x.sharding
-        )
-
-    return jax.tree.map(
-        lambda x, weight: wobble(x) if weight.kind == "vector" else x, w, gpt2.Model(c).table
-    )
 
 
 def test_dropout_keeps_the_mean():
@@ -89,45 +73,36 @@ def test_logits_with_a_cache_are_those_without():
         cache.check_cache(tiny.forward(tiny.config(model(positions=16, dropout=0.1))), 16)
 
 
-def test_sequences_longer_than_the_positions_are_refused():
-    c = tiny.config(model(positions=tiny.LENGTH - 8))
-    with pytest.raises(
-        ValueError, match=r"sequences have 16 tokens, but model\.positions is 8; raise it\."
-    ):
-        check_config(c)
-    with pytest.raises(
-        ValueError, match=r"model\.d_model is 60; it must be a multiple of model\.heads = 8"
-    ):
-        check_config(tiny.config(model(d_model=60)))
+@dataclasses.dataclass
+class Own(gpt2.ModelConfig):
+    window: float = math.inf
 
 
-def test_a_setting_that_no_checkpoint_keeps_is_refused():
-    @dataclasses.dataclass
-    class Own(gpt2.ModelConfig):
-        window: float = math.inf
-
-    with pytest.raises(
-        ValueError, match=r"^model.window is inf, which is not JSON; give a finite number"
-    ):
-        check_config(tiny.config(Own(**vars(model()))))
-
-
-# ---- against transformers ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            model(positions=tiny.LENGTH - 8),
+            r"sequences have 16 tokens, but model\.positions is 8; raise it\.",
+        ),
+        (
+            model(d_model=60),
+            r"model\.d_model is 60; it must be a multiple of model\.heads = 8",
+        ),
+        (Own(**vars(model())), r"^model.window is inf, which is not JSON; give a finite number"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        check_config(tiny.config(changed))
 
 
 def test_their_weights_become_ours_again():
-    c = model(dropout=0.1)
-    with jax.set_mesh(tiny.mesh("one device")):
-        w = jax.tree.map(np.asarray, weights(c))
-    their = exported(c, w)
-    config = {**their.config.to_dict(), "bos_token_id": c.bos_id}
-    for prefix in ("transformer.", ""):
-        tensors = {
-            name.replace("transformer.", prefix): x.numpy()
-            for name, x in their.state_dict().items()
-        }
-        # the mask that GPT-2's first checkpoints hold
-        tensors[f"{prefix}h.0.attn.bias"] = np.tri(24)[None, None]
-        found, found_weights = gpt2.from_huggingface(config, tensors)
-        assert found == c
-        jax.tree.map(np.testing.assert_array_equal, found_weights, w)
+    """The tensors of the first checkpoints have no prefix; the mask is one of them."""
+    model = theirs("GPT2")
+    expected, w = imported(model)
+    named = {name.removeprefix("transformer."): x.numpy() for name, x in model.state_dict().items()}
+    tensors = named | {"h.0.attn.bias": np.tri(96)[None, None]}
+    found, weights = gpt2.from_huggingface(model.config.to_dict(), tensors)
+    assert dataclasses.replace(found, module="gpt2") == expected
+    jax.tree.map(np.testing.assert_array_equal, weights, w)

@@ -20,8 +20,8 @@ from shardwright.modeling.weights import Weight
 from shardwright.optimizers import muon as optimizers
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import learning_rate
+from tests.optimizers.optax_truth import random_like, same, updated_by_optax, updated_on
 from tests.support import tiny
-from tests.support.optax_truth import random_like, same, updated_by_optax, updated_on
 from tests.support.step_text import KINDS, computations
 
 State = train.State[train.Transformer]
@@ -48,8 +48,10 @@ def with_singular_values(values, shape, seed=0):
     return u, v.T, (u * values) @ v.T
 
 
-@pytest.mark.parametrize("shape", [(48, 48), (32, 96), (96, 32)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "tolerance"),
+    [((48, 48), "float32", 1e-5), ((32, 96), "float32", 1e-5), ((96, 32), "bfloat16", 0.1)],
+)
 def test_newton_schulz_keeps_singular_vectors_and_evens_out_singular_values(
     shape, dtype, tolerance
 ):
@@ -64,10 +66,6 @@ def test_newton_schulz_keeps_singular_vectors_and_evens_out_singular_values(
     np.testing.assert_allclose(u.T @ out @ vt.T, np.diag(expected), atol=tolerance)
     found = np.linalg.svd(out, compute_uv=False)
     assert 0.65 < found.min() < found.max() < 1.25
-
-
-def test_a_matrix_of_zeros_stays():
-    assert not np.any(optimizers.newton_schulz(jnp.zeros((4, 3)), 5))
 
 
 # ---- the update ----------------------------------------------------------------------------------
@@ -192,17 +190,17 @@ def lowered_update(mesh: str, act: str):
         return tiny.per_device(update, act).lower(state, state.weights)
 
 
-@pytest.mark.parametrize(("mesh", "axes"), [("one device", 0), ("r=2 d=2 t=2", 2)])
-def test_collectives_are_the_written_ones(mesh, axes):
+def test_collectives_are_the_written_ones():
     """Per stack and axis one all_to_all there and one back; nothing over r, nothing within
     Newton-Schulz.
     """
-    stacks = 3  # w_q with w_o, w_k with w_v, and the three of the MLP
+    stacks, axes = 3, 2  # w_q with w_o, w_k with w_v, and the three of the MLP
     found = collections.Counter()
-    for instructions in computations(lowered_update(mesh, "bfloat16").compile().as_text()).values():
+    text = lowered_update("r=2 d=2 t=2", "bfloat16").compile().as_text()
+    for instructions in computations(text).values():
         for line in instructions:
             found.update(kind for kind in KINDS if re.search(rf" {kind}(-start)?\(", line))
-    assert found == +collections.Counter({"all-to-all": stacks * axes * 2})
+    assert found == {"all-to-all": stacks * axes * 2}
 
 
 def test_what_is_exchanged_is_in_the_compute_dtype_and_filled_up_late():
@@ -216,14 +214,7 @@ def test_what_is_exchanged_is_in_the_compute_dtype_and_filled_up_late():
     q_and_o = m * heads * d_head  # 6 matrices: 8 in eighths over d, then 2 in halves over t
     k_and_v = m * heads * d_head // 2
     mlp = m * d_ff  # 9 matrices: 12 in eighths over d, then 3, filled up to 4, in halves over t
-    once = [
-        q_and_o * 8 // 8,
-        q_and_o * 2 // 2,
-        k_and_v * 8 // 8,
-        k_and_v * 2 // 2,
-        mlp * 12 // 8,
-        mlp * 4 // 2,
-    ]
+    once = [q_and_o, q_and_o, k_and_v, k_and_v, mlp * 12 // 8, mlp * 4 // 2]
     assert sorted(
         int(np.prod([int(n) for n in shape.split("x")])) for shape, _ in results
     ) == sorted(once * 2)

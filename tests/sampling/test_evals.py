@@ -10,7 +10,6 @@ import jax
 import pytest
 
 import train
-from shardwright.program.checks import check_config
 from shardwright.sampling import harness
 from tests.support import tiny
 
@@ -67,12 +66,3 @@ def test_without_an_average_the_program_is_that_of_before(tmp_path):
         arrays = len(jax.tree.leaves(plain.state))
         assert len(jax.tree.leaves(on.state)) == arrays + len(jax.tree.leaves(on.state.weights))
         assert plain.state.average is None
-
-
-@pytest.mark.quick
-def test_an_unknown_average_is_an_error():
-    c = tiny.config(eval_average="mean")
-    with pytest.raises(
-        ValueError, match=r"training\.eval_average is 'mean'; choose one of ema, uniform"
-    ):
-        check_config(c)

@@ -124,25 +124,6 @@ class Convolution(train.Llama):
 
 
 @pytree_dataclass
-class AttentionAndInputs:
-    kv: KeyValues
-    last: act["B/b 3 K/t D"]
-
-
-class Both(train.Llama):
-    """Attention to convolved values."""
-
-    State = AttentionAndInputs
-
-    def layer(self, x, w, tokens, attention):
-        def rule(q, k, v, mask):
-            v = attention.recur("last", lambda v: convolved(v, tokens), convolution_step, v)
-            return attention(q, k, v, mask)
-
-        return super().layer(x, w, tokens, rule)
-
-
-@pytree_dataclass
 class TwoCalls:
     kv: KeyValues
     near: KeyValues
@@ -186,61 +167,4 @@ class Alternating(Delta):
         return out, Memory(new)
 
 
-KINDS = {kind.__name__: kind for kind in (Delta, Convolution, Both, Twice, Alternating)}
-
-
-# ---- the mean of the values of an earlier block, which nothing before its end shows --------------
-
-BLOCK = 64
-
-
-@pytree_dataclass
-class Block:
-    total: f32["B/b K/t D"]  # of the current block
-    count: f32["B/b 1 K/t"]
-    means: f32["B/b K/t 4 1"]  # of the block before; D is 4
-
-
-@pytree_dataclass
-class AttentionAndBlock:
-    kv: KeyValues
-    block: Block
-
-
-def means_of_block(tokens):
-    def means(v):
-        at = tokens.mask_positions.index
-        block = tokens.positions // BLOCK
-        sees = (at[:, :, None] >= at[:, None]) & (
-            tokens.document[:, :, None] == tokens.document[:, None]
-        )
-        sees &= block[:, :, None] == block[:, None] + 1
-        return jnp.einsum("bls,bskd->blkd", jnp.float32(sees), v) / BLOCK
-
-    return means
-
-
-def block_step(state, v):
-    is_full = state.count[:, 0, :, None] == BLOCK
-    means = jnp.where(is_full[..., None], state.total[..., None] / BLOCK, state.means)
-    total = jnp.where(is_full, 0, state.total) + v
-    return means[..., 0], Block(total, jnp.where(is_full[:, None, :, 0], 0, state.count) + 1, means)
-
-
-def blind_step(state, v):
-    """Never looks back, which is right in the first block."""
-    return jnp.zeros_like(v), state
-
-
-class Blocks(train.Llama):
-    """Attention to values to which the mean of the block before is added."""
-
-    State = AttentionAndBlock
-    step = staticmethod(block_step)
-
-    def layer(self, x, w, tokens, attention):
-        def rule(q, k, v, mask):
-            means = attention.recur("block", means_of_block(tokens), self.step, jnp.float32(v))
-            return attention(q, k, (v + means).astype(v.dtype), mask)
-
-        return super().layer(x, w, tokens, rule)
+KINDS = {kind.__name__: kind for kind in (Delta, Convolution, Twice, Alternating)}
