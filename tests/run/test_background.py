@@ -40,13 +40,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_programs_beside_the_training_find_its_packages(tmp_path, monkeypatch):
-    """Where they come by PYTHONPATH, as by the modules of a cluster."""
-    (tmp_path / "a_program_beside.py").write_text("print('found')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert run_beside("a_program_beside") == "found\n"
-
-
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux ends a process with the one that started it"
 )
@@ -106,15 +99,3 @@ def test_a_wait_says_what_for_and_a_signal_ends_it(folder, capsys):
     other.kill_program()
     assert str(other.exception()) == "it was killed"
     assert said() == "waiting    for the picture; Ctrl-C skips it\n"
-
-
-def test_a_line_is_shown_before_the_wait_that_it_announces():
-    """Also in a file, as of Slurm."""
-    program = (
-        "import os; from shardwright.program.printing import log; log('exporting'); os._exit(0)"
-    )
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    shown = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
-    ).stdout
-    assert shown == "exporting\n"

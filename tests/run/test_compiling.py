@@ -1,12 +1,9 @@
 """The files of the compiled step, and its source lines with the compilation cache."""
 
-import ctypes
 import json
-import os
 import re
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -18,15 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from shardwright.inspect.examine import draw_step
 from shardwright.program import background
-from shardwright.program.compiling import compile_step, free_kept_memory, seconds_shown
+from shardwright.program.compiling import compile_step
 from tests.support.simulated import without_cache, xla_flags
 
 ROOT = Path(__file__).parents[2]
-
-
-def resident() -> int:
-    """Bytes of memory that this process occupies."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def lower():
@@ -41,17 +33,6 @@ def lower():
     return mesh, jax.jit(mapped).lower(w, x)
 
 
-def test_a_terminal_shows_the_seconds_and_a_file_one_line(monkeypatch, capsys):
-    for is_terminal, seconds in (("", 0), ("1", 1.3)):
-        monkeypatch.setenv("FORCE_COLOR", is_terminal)
-        with seconds_shown("compiling  [it]"):
-            time.sleep(seconds)
-        out = capsys.readouterr().out
-        assert ("compiling  [it] … 1 s" in out) == bool(is_terminal)
-    assert out.endswith("\x1b[2K"), "the line is gone"
-
-
-@pytest.mark.long
 def test_the_text_is_kept_and_drawn(tmp_path):
     mesh, lowered = lower()
     with jax.set_mesh(mesh):
@@ -71,24 +52,6 @@ def test_the_text_is_kept_and_drawn(tmp_path):
     (row,) = [row for row in table["rows"] if row["kind"] == "collective"]
     assert (row["what"], row["axes"], row["size"]) == ("all-reduce", "d", 2 * 8 * 32 * 4 * 7 // 8)
     assert table["source"][row["line"]] == 'return jax.lax.psum(jnp.tanh(x @ w), "d")'
-
-
-@pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library keeps nothing"
-)
-def test_memory_that_glibc_keeps_is_given_back():
-    malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
-    malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    pieces = [malloc(1 << 14) for _ in range(1 << 12)]
-    for piece in pieces:
-        ctypes.memset(piece, 1, 1 << 14)
-    last = malloc(1 << 14)  # in use above them, so that glibc keeps what is below
-    for piece in pieces:
-        free(piece)
-    kept = resident()
-    free_kept_memory()
-    assert kept - resident() > 0.9 * (1 << 26)
-    free(last)
 
 
 def test_texts_and_pictures_of_earlier_starts_are_removed(tmp_path):

@@ -111,20 +111,16 @@ def mean_squares(batch):
     return np.sum(np.float64(batch.targets) ** 2 * batch.loss_mask), np.sum(batch.loss_mask)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("kind", ["dataset", "stream", "mixture"])
+@pytest.mark.parametrize(
+    ("kind", "packing"),
+    [("dataset", True), ("dataset", False), ("stream", True), ("mixture", False)],
+)
 def test_each_target_counts_once_at_any_batch_size(data, kind, packing):
     names = ("web", "books") if kind == "mixture" else ("web",)
     sequences = [ids for name in names for ids in sequences_of(TEXTS[name], packing)]
     ids = np.concatenate(sequences)
     checksums = set()
-    for batch, microbatches, mesh in (
-        (1, 1, "one device"),
-        (3, 1, "d=8"),
-        (8, 2, "d=2 t=2"),
-        (64, 4, "r=2 d=2 t=2"),
-    ):
+    for batch, microbatches, mesh in ((3, 1, "d=8"), (8, 2, "d=2 t=2")):
         with jax.set_mesh(tiny.mesh(mesh)):
             loader = make_loader(
                 data[kind, packing], "validation", batch, SEQ_LEN, microbatches=microbatches
@@ -145,7 +141,6 @@ def test_each_target_counts_once_at_any_batch_size(data, kind, packing):
     assert len(checksums) == 1
 
 
-@pytest.mark.quick
 def test_sources_of_a_mixture_keep_their_shares_until_they_end(data):
     """Sequences of `web` come as in training until there are no more; none of `books` is left
     out.
@@ -169,7 +164,7 @@ def test_the_loss_of_a_step_is_the_mean_over_all_tokens(data):
     """
     c = tiny.config(tiny.model(vocab=320, layers=1))
     found = {}
-    for batch, mesh in ((7, "one device"), (4, "one device"), (8, "d=4 t=2"), (16, "r=2 d=2 t=2")):
+    for batch, mesh in ((7, "one device"), (8, "r=2 d=2 t=2")):
         c.training.batch_size = batch
         with jax.set_mesh(tiny.mesh(mesh)):
             loader = make_loader(data["dataset", False], "validation", batch, SEQ_LEN)

@@ -60,21 +60,6 @@ def test_a_failed_export_is_a_warning_and_an_event(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.quick
-def test_exports_wait_for_their_checkpoint_and_for_each_other(tmp_path, monkeypatch):
-    order, saving = [], concurrent.futures.Future()
-    monkeypatch.setattr(export, "run_beside", lambda module, run, *_, **options: order.append(run))
-    log: Any = SimpleNamespace(add_event=lambda *_: None)
-    made = export.Exports(tmp_path, log)
-    made.add(1, "one", saving)
-    made.add(2, "two", None)
-    time.sleep(0.2)
-    assert made.left() == [1, 2]
-    saving.set_result(None)
-    assert made.wait(lambda: None)
-    assert ["one" in order[0], "two" in order[1]] == [True, True]
-
-
-@pytest.mark.quick
 def test_no_export_is_made_once_they_are_stopped(tmp_path, monkeypatch):
     """After an error in the step a process would else stay for hours, until all exports are
     made.
@@ -104,20 +89,16 @@ def test_a_run_exports_what_transformers_opens(tmp_path):
         "transformers", reason="exports are opened with transformers"
     )
     importlib.import_module("torch")
-    c = tiny.config(
-        tiny.model(vocab=1280, layers=1), checkpoint_interval=3, export_interval=2, eval_batches=0
-    )
-    c.data.filespec, c.training = "synthetic_dataset.zarr", dataclasses.replace(c.training, steps=5)
+    c = settings(3, checkpoint_interval=3, export_interval=2)
     with jax.set_mesh(tiny.mesh("d=8")):
         train.train(c, load_model(c.model), tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "run/exports").iterdir()) == [
-        f"{n:010}" for n in (2, 4, 5)
+        f"{n:010}" for n in (2, 3)
     ]
-    assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("0*"))[-1] == f"{5:010}"
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/exports/0000000004")
-    assert model.config.shardwright["step"] == 4
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/exports/0000000002")
+    assert model.config.shardwright["step"] == 2
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert sorted(line["step"] for line in lines if line.get("event") == "export") == [2, 4, 5]
+    assert sorted(line["step"] for line in lines if line.get("event") == "export") == [2, 3]
 
 
 def settings(steps, **training):
@@ -126,10 +107,6 @@ def settings(steps, **training):
     c.data.filespec = "synthetic_dataset.zarr"
     c.training = dataclasses.replace(c.training, steps=steps)
     return c
-
-
-def trained(c, directory):
-    return train_on("d=4 t=2", c, directory)
 
 
 def checkpoints(directory):
@@ -151,7 +128,7 @@ def test_only_the_checkpoint_that_an_export_reads_is_kept_longer(tmp_path, monke
         makes(module, run, output)
 
     monkeypatch.setattr(export, "run_beside", slow)
-    trained(settings(8, export_interval=4, keep_checkpoints=1), tmp_path)
+    train_on("d=4 t=2", settings(8, export_interval=4, keep_checkpoints=1), tmp_path)
     assert seen[0] == [4, 8]
     assert checkpoints(tmp_path) == [8]
 
@@ -164,13 +141,13 @@ def test_a_signal_stops_an_export_and_a_resume_makes_it(tmp_path, monkeypatch, c
     monkeypatch.setattr(export, "run_beside", slow)
     c = settings(2, export_interval=2, keep_checkpoints=1)
     begun = time.monotonic()
-    assert trained(c, tmp_path) == "SIGTERM"
+    assert train_on("d=4 t=2", c, tmp_path) == "SIGTERM"
     assert time.monotonic() - begun < 60
     assert (
         "SIGTERM: no exports of the steps [2] yet. Resuming makes them." in capsys.readouterr().out
     )
     monkeypatch.setattr(export, "run_beside", makes)
-    assert trained(c, tmp_path) is None
+    assert train_on("d=4 t=2", c, tmp_path) is None
     assert [path.name for path in tmp_path.glob("exports/*")] == [f"{2:010}"]
 
 

@@ -2,12 +2,9 @@
 configurations.
 """
 
-import os
 import re
 import shlex
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -146,26 +143,6 @@ def test_slurm_script_starts_again_as_the_table_says(code, tmp_path):
     assert ("scontrol requeue 7" in ends().stdout) == (code == exits.STOPPED.code)
 
 
-@pytest.mark.parametrize("name", ["TERM", "USR1", "USR2"])
-def test_slurm_script_waits_for_a_save(name, tmp_path):
-    """Slurm signals the shell around the program as well, which saves before it ends."""
-    (around,) = re.findall(r"^note='(.*)'$", SLURM.read_text(), re.MULTILINE)
-    program = tmp_path / "program"
-    program.write_text(
-        f"#!/bin/sh\ntrap 'sleep 0.3; exit 143' {name}\ntouch {tmp_path}/begun\nsleep 10 & wait\n"
-    )
-    program.chmod(0o755)
-    command = ["bash", "-c", around, "note", str(tmp_path), str(program)]
-    env = {**os.environ, "SLURM_PROCID": "0"}
-    with subprocess.Popen(command, env=env, start_new_session=True) as process:
-        end = time.monotonic() + 10
-        while not (tmp_path / "begun").exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        os.killpg(process.pid, getattr(signal, f"SIG{name}"))
-        assert process.wait(10) == 143
-    assert (tmp_path / "process0").read_text() == "143\n"
-
-
 def test_jobset():
     documents = {
         document["kind"]: document
@@ -225,18 +202,3 @@ def test_skypilot(tmp_path):
     assert "file_mounts" not in task
     again = {code for code, again in TABLE.items() if again}
     assert set(task["resources"]["job_recovery"]["recover_on_exit_codes"]) == again - {137}
-
-
-def test_submitit_launcher():
-    path = ROOT / "configs" / "hydra" / "launcher" / "slurm_hosts.yaml"
-    (command,) = commands(path.read_text())
-    arguments = command[command.index("train") + 1 :]
-    swept = [
-        argument
-        for argument in arguments
-        if not argument.startswith("hydra") and "," not in argument
-    ]
-    c = composed(swept)
-    launcher = yaml.safe_load(path.read_text())
-    assert (launcher["nodes"], launcher["tasks_per_node"]) == (c.distributed.count, 1)
-    assert c.distributed.auto

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import train
-from shardwright.program import background
 from shardwright.program.resume import Validated, best_of
 from shardwright.run.listeners import (
     Ending,
@@ -45,24 +43,18 @@ class Told(Listener):
         self._told.append((self._name, "close"))
 
 
-def test_listeners_begin_and_end_in_the_order_of_their_list():
+def test_listeners_begin_and_end_in_order_and_those_that_began_are_closed():
     told: list = []
+    run: Any = None
     with Listeners([Told("a", told), Told("b", told)]) as listeners:
-        run: Any = None
         listeners.begin(run)
         listeners.end(Ending("finished"))
     assert told[:4] == [(name, event) for event in ("begin", "finished") for name in "ab"]
     assert told[4:] == [("b", "close"), ("a", "close")]
-
-
-def test_only_listeners_that_have_begun_are_closed():
-    told: list = []
-    run: Any = None
-    with (
-        pytest.raises(ValueError, match="no such file"),
-        Listeners([Told("a", told), Told("b", told, "no such file")]) as x,
-    ):
-        x.begin(run)
+    told.clear()
+    failing = Listeners([Told("a", told), Told("b", told, "no such file")])
+    with pytest.raises(ValueError, match="no such file"), failing:
+        failing.begin(run)
     assert told == [("a", "begin"), ("a", "close")]
 
 
@@ -126,22 +118,15 @@ def test_a_skipped_step_is_told_with_its_documents(run, capsys):
     assert capsys.readouterr().out.startswith("skipped    1 steps")
 
 
-def test_a_step_without_targets_is_neither_skipped_nor_a_spike(run, capsys):
-    run.config.training.max_skipped = 1
-    skips = Skips()
-    skips.begin(run)
-    for step in range(20):
-        skips.see(step, {"grad_norm": 0.0} if step % 2 else {"loss": 3.0, "grad_norm": 1.0})
-    assert run.events == []
-    assert capsys.readouterr().out == ""
-
-
 def test_a_spike_is_told_with_how_to_replay_it(run, capsys):
-    run.config.training.spike_factor = 1.5
+    """Steps without targets are neither spikes nor skipped."""
+    run.config.training.spike_factor, run.config.training.max_skipped = 1.5, 1
     skips = Skips()
     skips.begin(run)
-    for step in range(20):
-        skips.see(step, {"loss": 3.0 if step < 19 else 9.0, "grad_norm": 1.0})
+    for step in range(19):
+        skips.see(step, {"loss": 3.0, "grad_norm": 1.0} if step % 3 else {"grad_norm": 0.0})
+    assert run.events == []
+    skips.see(19, {"loss": 9.0, "grad_norm": 1.0})
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("spike")]
     assert line.startswith("spike at step 20: loss 9")
     assert line.endswith(f"python -m tools.replay run={run.directory} step=20 shows them")
@@ -289,17 +274,6 @@ def after(run, checkpoints, done):
     checkpoints.after(done - 1, {}, None)
 
 
-def test_checkpoints_are_saved_when_due_at_the_end_and_when_stopped(run, saving):
-    checkpoints, written = saving(checkpoint_interval=2)
-    for done in (1, 2):
-        after(run, checkpoints, done)
-    assert [done for done, *_ in written.saved] == [2]
-    after(run, checkpoints, 3)
-    run.stopped_by = "SIGTERM"
-    after(run, checkpoints, 1)
-    assert [done for done, *_ in written.saved] == [2, 3, 1]
-
-
 def test_older_checkpoints_stay_after_a_skipped_step(run, saving):
     checkpoints, written = saving(checkpoint_interval=1)
     written.complete = [7, 8]
@@ -403,31 +377,6 @@ def test_no_checkpoint_is_held_without_keep_best(run, saving, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_process_that_exports_rotates_without_the_others(run, saving, monkeypatch):
-    """Only process 0 exports, so what follows must not wait for all of them."""
-    checkpoints, written = saving(checkpoint_interval=1)
-    checkpoints._exports._exports[2] = background.in_background(lambda: None)
-    monkeypatch.setattr(
-        saving_module, "in_all_processes", lambda act: pytest.fail("it waits for all processes")
-    )
-    assert checkpoints.wait()
-    checkpoints.close()
-    assert written.rotated == 1
-
-
-@pytest.mark.parametrize("stopped_by", [None, "SIGTERM"])
-def test_processes_that_do_not_export_agree_with_the_one_that_does(
-    run, saving, monkeypatch, stopped_by
-):
-    monkeypatch.setattr("jax.process_index", lambda: 1)
-    checkpoints, _ = saving(export_interval=1)
-    after(run, checkpoints, 3)
-    run.signal = lambda: stopped_by
-    others_wait = iter([True, False])
-    monkeypatch.setattr(background, "in_any_process", lambda _: next(others_wait))
-    assert checkpoints.wait() is (stopped_by is None)
-
-
 def test_a_validation_that_fails_is_an_event(run, monkeypatch):
     run.log.flush = lambda: None
     run.due = lambda interval, epochs: True
@@ -452,10 +401,3 @@ def test_a_validation_that_fails_is_an_event(run, monkeypatch):
         (1, "validation", values),
         (2, "validation_failed", {"why": "OSError: no file"}),
     ]
-
-
-def test_listeners_need_nothing_to_be_made():
-    assert [type(listener()) for listener in train.LISTENERS] == [*train.LISTENERS]
-    assert train.LISTENERS[-1] is saving_module.Checkpoints, (
-        "a resumed run logs nothing of earlier steps again"
-    )

@@ -2,20 +2,13 @@
 be made.
 """
 
-import dataclasses
-import re
 from pathlib import Path
 
-import jax
 import pytest
 
-import train
-from shardwright.modeling.model import load_model
 from shardwright.program import background
 from shardwright.run import page as pages
 from shardwright.run.page import Page
-from shardwright.tools.report.reading import read_run
-from tests.support import tiny
 from tests.support.written_runs import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -63,48 +56,9 @@ def test_pages_are_a_minute_apart_and_take_a_share_of_the_time(tmp_path, made):
     assert made.calls[0][2] == {"directory": tmp_path, "nice": 19}
 
 
-@pytest.mark.long
 def test_why_there_is_no_page_is_told_once(tmp_path, monkeypatch, capsys):
-    run = write_run(tmp_path / "run")
-    (run / "report.html").mkdir()
-    page = Page(run, wanted=True)
-    assert page.finish() is None
-    assert page.finish() is None
-    out = capsys.readouterr().out
-    assert re.fullmatch(r"report     none: .*Is a directory.*\n", out)
     monkeypatch.setattr(background, "TIMEOUT_S", 0.01)
-    assert Page(run, wanted=True).finish() is None
+    page = Page(write_run(tmp_path / "run"), wanted=True)
+    assert page.finish() is None
+    assert page.finish() is None
     assert capsys.readouterr().out == "report     none: it took longer than 0.01 s\n"
-
-
-# ---- of a real run -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_page_of_a_run_that_finishes_and_is_continued(tmp_path, capsys):
-    c = tiny.config(tiny.model(vocab=1280, layers=1))
-    c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
-    (tmp_path / "run").mkdir()
-
-    def trained(steps):
-        c.training = dataclasses.replace(
-            c.training, steps=steps, report=True, eval_batches=1, checkpoint_interval=2
-        )
-        with jax.set_mesh(tiny.mesh("d=4 t=2")):
-            train.train(c, load_model(c.model), tmp_path / "run")
-
-    trained(steps=5)
-    *_, last = capsys.readouterr().out.splitlines()
-    assert last == f"report     {tmp_path}/run/report.html  (open it in a browser)"
-    r = read_run(tmp_path / "run")
-    assert (r.state, r.total_steps, r.about["run"]["mesh"]) == (
-        "finished",
-        5,
-        {"r": 1, "d": 4, "t": 2},
-    )
-    assert (r.about["defaults"]["training.seed"], r.about["overrides"]) == (0, None)
-    assert ">finished<" in (tmp_path / "run" / "report.html").read_text()
-    trained(steps=7)
-    r = read_run(tmp_path / "run")
-    assert (r.state, r.total_steps, r.starts) == ("finished", 7, [0, 5])
-    assert ">resumed<" in (tmp_path / "run" / "report.html").read_text()

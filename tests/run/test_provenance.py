@@ -3,124 +3,78 @@
 import dataclasses
 import importlib
 import json
-import os
-import re
 import subprocess
 import sys
-import sysconfig
-import venv
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 
-from shardwright.cluster.devices import make_mesh
+import train
 from shardwright.modeling.model import load_model
 from shardwright.program import provenance
-from shardwright.program.checkpoint import Checkpointer
 from shardwright.program.config import PipelineConfig
 from shardwright.program.step import trace_step
-from shardwright.tools import checkpoint_to_huggingface
 from tests.support import tiny
-from tests.support.edits import Change
-from tests.support.huggingface_models import settings
-from tests.support.recipes import SOURCE, module_of
 
 
-def programs(source: str, mesh=(1, 1, 1, 1), model=(), optimizer=(), **training) -> dict[str, str]:
-    """Hashes of the programs of a source of train.py."""
-    c = tiny.config(tiny.model(**{"module": "changed_train", **dict(model)}), **training)
-    c.optimizer = tiny.optimizer(**dict(optimizer))
-    p, r, d, t = mesh
-    with (
-        module_of(source) as module,
-        jax.set_mesh(make_mesh(jax.devices()[: p * r * d * t], r=r, d=d, t=t, p=p)),
-    ):
-        return provenance.provenance_of(trace_step(c, load_model(c.model), spec=module.SPEC))[
-            "programs"
-        ]
+def programs(spec=train.SPEC, kind=train.Llama, mesh="one device", **training) -> dict[str, str]:
+    """Hashes of the programs of a SPEC and a kind of models."""
+    c = tiny.config(**training)
+    with jax.set_mesh(tiny.mesh(mesh)):
+        found = provenance.provenance_of(trace_step(c, kind(c.model), spec=spec))
+    assert "untraced" not in found
+    return found["programs"]
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, str]:
-    return programs(SOURCE)
+    return programs()
 
 
-BOTH, TRAINING = {"training", "evaluation"}, {"training"}
-OTHER = {
-    "the activation": ({"model": {"module": "gelu"}}, BOTH),
-    "label smoothing": ({"optimizer": {"loss": "label_smoothing:loss"}}, TRAINING),
-    "Adam's epsilon": (
-        Change(
-            "jnp.sqrt(unbiased_nu) + config.adam_epsilon * update.epsilon",
-            "jnp.sqrt(unbiased_nu + config.adam_epsilon * update.epsilon)",
-            within="adamw",
-        ),
-        TRAINING,
-    ),
-    "what only microbatches have": (
-        Change(
-            "return total, g, layers",
-            "half = 0.5 if config.training.microbatches > 1 else 1\n"
-            "return total, jax.tree.map(lambda x: x * half, g), layers",
-            within="loss_and_gradients",
-        ),
-        TRAINING,
-    ),
-    "a loop within a loop": (
-        Change(
-            "self.mlp(x, w)",
-            "self.mlp(lax.scan(lambda h, _: (jnp.tanh(h), None), x, None, length=2)[0], w)",
-            within="Llama.layer",
-        ),
-        BOTH,
-    ),
-}
+class Scaled(train.Llama):
+    def prepare(self, tokens):
+        return jax.tree.map(lambda x: 2 * x, super().prepare(tokens))
+
+
+class Same(train.Llama):
+    def prepare(self, given):
+        return super().prepare(tokens=given)
+
+
+def with_epsilon(is_changed):
+    """A SPEC with another epsilon of Adam where the settings are such."""
+
+    def make_training_step(config, model):
+        if is_changed(config.training):
+            config = dataclasses.replace(
+                config, optimizer=dataclasses.replace(config.optimizer, adam_epsilon=1e-3)
+            )
+        return train.make_training_step(config, model)
+
+    return {"spec": dataclasses.replace(train.SPEC, make_training_step=make_training_step)}
+
+
 FREE = {
-    "stages, and how it is computed": {
-        "mesh": (2, 1, 2, 2), "microbatches": 2,
-        "attention": "blockwise", "save": "nothing", "loss_chunk": 8, "gather_weights": "step",
-    },
-    "microbatches": {"mesh": (1, 2, 2, 2), "microbatches": 4},
+    "mesh": "p=2 d=2 t=2", "microbatches": 2, "attention": "blockwise", "save": "nothing",
+    "loss_chunk": 8, "gather_weights": "step",
 }  # fmt: skip
 
 
-@pytest.mark.long
-@pytest.mark.quick
-def test_what_computes_the_same_has_the_same_hash(plain):
-    """With a comment more, and another name of a function."""
-    assert "unit_rms" in SOURCE
-    assert programs(f"# A comment.\n{SOURCE.replace('unit_rms', 'over_rms')}") == plain
-
-
 @pytest.mark.parametrize(
-    "name", ["stages, and how it is computed", pytest.param("microbatches", marks=pytest.mark.long)]
+    ("changes", "differs"),
+    [
+        ({"kind": Same}, set()),
+        (FREE, set()),
+        ({"kind": Scaled}, {"training", "evaluation"}),
+        (with_epsilon(lambda training: True), {"training"}),
+        (with_epsilon(lambda training: training.microbatches > 1), {"training"}),
+    ],
 )
-def test_what_a_run_may_change_makes_no_difference(plain, name):
-    assert programs(SOURCE, **FREE[name]) == plain
-
-
-@pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("name", OTHER)
-def test_what_computes_something_else_has_another(plain, name):
-    change, differs = OTHER[name]
-    if isinstance(change, Change):
-        found = programs(change.apply(SOURCE))
-    else:
-        found = programs(SOURCE, **change)
+def test_the_hash_of_a_program_is_of_what_it_computes(plain, changes, differs):
+    """Where a run may change how it is computed, it has the same."""
+    found = programs(**changes)
     assert {which for which in plain if found[which] != plain[which]} == differs
-
-
-@pytest.mark.long
-def test_a_loss_of_pairs_has_both_hashes():
-    c = tiny.config()
-    c.optimizer = tiny.optimizer(loss="preferences:simpo")
-    with jax.set_mesh(tiny.mesh("one device")):
-        found = provenance.provenance_of(tiny.step(c))
-    assert "untraced" not in found
-    assert found["programs"].keys() == BOTH
 
 
 def test_other_source_is_said_or_refused(monkeypatch):
@@ -141,9 +95,7 @@ def test_other_source_is_said_or_refused(monkeypatch):
             "evaluation"
         )
         other = saved | {"source": source, "programs": saved["programs"] | {"training": "other"}}
-        assert "it computes the same in evaluation" in compared(other), (
-            "what is not asked for does not matter"
-        )
+        assert "it computes the same in evaluation" in compared(other)
         unseen = saved | {"programs": {"evaluation": "other"}}
         with pytest.raises(
             ValueError, match="not compared changed the program, and it computes something else"
@@ -223,75 +175,6 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
         "mine_parts.py"
     }
     assert not [name for name in before if "numpy" in name or "jax/" in name or "tests" in name]
-
-
-OWN = """
-import jax, mine
-from shardlib.places import shown_path
-from shardwright.program.provenance import own_modules
-print(own_modules() == [__import__("pathlib").Path(mine.__file__)], shown_path(jax.__file__))
-"""
-
-
-@pytest.mark.long
-def test_packages_by_pythonpath_are_no_source_and_a_project_in_its_environment_is(tmp_path):
-    """As modules of a cluster bring jax.
-
-    It counted as the user's, and was imported again for each trace.
-    """
-    packages = tmp_path / "deps"
-    packages.mkdir()
-    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
-        if not re.search("editable|[.]pth|shardwright|shardlib", entry.name):
-            (packages / entry.name).symlink_to(entry)
-    project = tmp_path / "project"
-    venv.create(project, symlinks=True)  # without pip
-    (project / "mine.py").write_text("")
-    env = os.environ | {"PYTHONPATH": f"{packages}:{provenance.ROOT}", "JAX_PLATFORMS": "cpu"}
-    command = [project / "bin" / "python", "-c", OWN]
-    done = subprocess.run(
-        command, cwd=project, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout == "True jax/__init__.py\n", done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def run_directory(tmp_path_factory):
-    """A run whose checkpoint was made by other source."""
-    c, directory = settings(tiny.model(), "unused"), tmp_path_factory.mktemp("run")
-    with (
-        jax.set_mesh(tiny.mesh("one device")),
-        Checkpointer(directory / "checkpoints") as checkpoints,
-    ):
-        model, state = load_model(c.model), tiny.state(c)
-        made_by = provenance.provenance_of(trace_step(c, model))
-        made_by = made_by | {
-            "source": {"train.py": "other"},
-            "programs": {"training": "other", "evaluation": "other"},
-        }
-        checkpoints.save(
-            3, state, {"config": dataclasses.asdict(c), "loader": {}, "provenance": made_by}
-        )
-    return directory, np.asarray(state.weights.embed)
-
-
-@pytest.mark.slow
-def test_an_export_is_refused_by_other_source(run_directory, tmp_path):
-    safetensors = pytest.importorskip("safetensors.numpy")
-    directory, embed = run_directory
-    config = {"run": str(directory), "output": str(tmp_path / "exported"), "check": False}
-    with pytest.raises(
-        ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"
-    ):
-        checkpoint_to_huggingface.run(checkpoint_to_huggingface.Settings(**config))
-    assert not (tmp_path / "exported").exists()
-    said = []
-    checkpoint_to_huggingface.run(
-        checkpoint_to_huggingface.Settings(**config, other_source=True), said.append
-    )
-    assert any(line.startswith("source     ") for line in said)
-    tensors = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
-    np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], embed)
 
 
 def test_the_script_of_an_installer_is_no_source(tmp_path, monkeypatch):

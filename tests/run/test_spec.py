@@ -12,12 +12,10 @@ import pytest
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.program.spec import load_spec
 from shardwright.program.step import trace_step
 from shardwright.run.run import Run
 from tests.support import tiny
 from tests.support.edits import Change
-from tests.support.own_model import imported
 from tests.support.recipes import ROOT, SOURCE, module_of
 
 OTHER = """
@@ -33,26 +31,12 @@ def test_a_train_file_with_a_step_but_no_spec(tmp_path):
         "def make_training_step(config, model):\n    raise SystemExit(3)\n"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    code = "from shardwright.modeling.training import training_module; print(training_module())"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert run.returncode == 1
-    assert "train.py has make_training_step but no SPEC" in run.stderr
     command = [sys.executable, "-m", "shardwright", "train"]
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert run.returncode == 1
     assert run.stderr.startswith("Error: ")
+    assert "train.py has make_training_step but no SPEC" in run.stderr
     assert "Traceback" not in run.stderr
-
-
-def test_a_spec_without_the_step_of_its_file(tmp_path):
-    source = "from train import SPEC, main\n\n\ndef make_training_step(config, model):\n    pass\n"
-    refused = pytest.raises(
-        ValueError, match=r"half_a_fork\.py has make_training_step, and its SPEC another one"
-    )
-    with imported("half_a_fork", source, tmp_path), refused:
-        load_spec("half_a_fork")
 
 
 def test_a_run_by_another_spec_than_that_of_tools(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 from shardwright.data import flat_tokens
 from shardwright.data.loader import DataConfig, make_loader
 from shardwright.run.introduction import describe_data
-from shardwright.run.run import Run
 from tests.support import tiny
 
 pytestmark = pytest.mark.quick
@@ -84,12 +83,3 @@ def test_passes_over_the_sources(filespec):
     assert (
         line == "passes     tiny 88x, big 0.5x, 0 0.25x, 1 0.25x, 2 0.25x and 55 more in this run"
     )
-
-
-def test_a_source_that_is_read_again_is_told(filespec):
-    """By hand, of four documents, three a step: the passes begin with the documents 0, 4, 8 and
-    12.
-    """
-    loader = make_loader(DataConfig(filespec=filespec, sequence_packing=False), "train", 3, 8)
-    run: Any = SimpleNamespace(loader=loader, batch_of=lambda step: step)
-    assert [Run.new_passes(run, step).get(filespec) for step in range(5)] == [None, 2, 3, None, 4]

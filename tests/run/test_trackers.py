@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import types
 import zipfile
 from pathlib import Path
@@ -214,18 +213,6 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("WARNING: the tracker fake0 failed: ")
     assert f"{kind.__name__}: no network in {fails}\N{REPLACEMENT CHARACTER}[2J" in line
-
-
-def test_a_slow_tracker_does_not_wait_in_the_loop_and_is_told_at_the_end(
-    tmp_path, monkeypatch, capsys
-):
-    slow = Fake("slow")
-    monkeypatch.setattr(trackers, "TIMEOUT_S", 0.2)
-    begin = time.perf_counter()
-    send_to(monkeypatch, tmp_path, slow)
-    assert time.perf_counter() - begin < 5
-    slow.go.set()
-    assert "it did not finish within 0.2 s; its last lines may be lost" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"fake0": 3}', "\xff"])
