@@ -12,7 +12,6 @@ import pytest
 
 from bench import chip
 from bench.chip import PARTS, Part, command_of
-from shardwright.cluster.chips import chip_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = [part.name for part in PARTS]
@@ -211,20 +210,6 @@ def test_the_commands_of_parts(tmp_path, printed):
         assert module.with_suffix(".py").exists() or (module / "__main__.py").exists()
     assert any(
         word.startswith(f"{tmp_path}/") for word in command_of(PARTS[NAMES.index("chip")], tmp_path)
-    )
-
-
-@pytest.mark.slow
-def test_the_rehearsal_on_a_cpu(tmp_path):
-    """Every part, as on a GPU but small; from an empty folder."""
-    done = call("minutes=9", f"out={tmp_path / 'out'}")
-    assert done.returncode == 0, done.stderr
-    assert {row[0] for row in table(tmp_path / "out")} == {*NAMES}
-    assert "failed" not in [row[1] for row in table(tmp_path / "out")]
-    assert (
-        chip_of(str(tmp_path / "out/cpu.yaml"))
-        .sources["launch_s"]
-        .startswith("measured by bench.chip rates")
     )
 
 

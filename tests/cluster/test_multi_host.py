@@ -27,7 +27,6 @@ from shardwright.settings.exits import (
     ERROR,
     LOST,
     OUT_OF_MEMORY,
-    STALLED,
     STOPPED,
     LostError,
     exit_of,
@@ -382,10 +381,8 @@ def check_it_goes_on(run: Run, count: int, unbroken) -> None:
     assert again.losses() == unbroken(count).losses()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sent", "count", "lost"), [(signal.SIGKILL, 2, 0), (signal.SIGSTOP, 4, 2)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("sent", "count", "lost"), [(signal.SIGKILL, 2, 0)])
 def test_a_process_that_dies_or_is_stopped_ends_the_others(count, lost, sent, unbroken, tmp_path):
     """JAX aborts them, unless a collective fails before."""
     run = Run(tmp_path, count, 2, "training.steps=4000", "training.checkpoint_interval=5", *LIMITS)
@@ -406,65 +403,7 @@ def test_a_process_that_dies_or_is_stopped_ends_the_others(count, lost, sent, un
     check_it_goes_on(run, count, unbroken)
 
 
-STUCK = """
-import time
-import shardwright.data.loader.flat
-Loader = shardwright.data.loader.flat.FlatTokensLoader
-sequences = Loader.sequences
-def stuck(self, step, which):
-    if self.split == "train" and step == 12:
-        time.sleep(3600)
-    return sequences(self, step, which)
-Loader.sequences = stuck
-"""
-
-
-STUCK_AT = (
-    f"process 1 on {HOST} stalled: it was waiting for a batch, at step 13, for 15 s "
-    "(distributed.stall_timeout)"
-)
-
-
-@pytest.mark.slow
-def test_a_process_stuck_in_its_loader_ends_the_others(unbroken, tmp_path):
-    overrides = [f"training.steps={STEPS}", "training.checkpoint_interval=5", *LIMITS]
-    run = Run(tmp_path, 2, 2, *overrides, hooks={1: STUCK})
-    run.wait_for_step(10)
-    began = time.monotonic()
-    codes = run.wait(60)
-    assert time.monotonic() - began < 40
-    assert codes[1] == STALLED.code
-    # the second is where it is
-    assert all(text in run.stderr(1) for text in (STUCK_AT, "batches.py"))
-    # It waits for the other one in a step, and ends at the same time or when JAX notices that the
-    # other is gone.
-    assert codes[0] in (STALLED.code, -signal.SIGABRT, LOST.code)
-    if codes[0] == STALLED.code:
-        assert re.search(
-            rf"process 0 on {HOST} stalled: it was .*, at step 1[345], for 15 s", run.stderr(0)
-        )
-    check_it_goes_on(run, 2, unbroken)
-
-
 # ---- signals -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_signal_to_any_process_saves_and_stops_all(unbroken, tmp_path):
-    overrides = ["training.checkpoint_interval=1000", *LIMITS]
-    run = Run(tmp_path, 2, 2, "training.steps=4000", *overrides)
-    run.wait_for_step(4)
-    run.processes[1].send_signal(signal.SIGTERM)
-    assert run.wait(60) == [STOPPED.code] * 2, run.stderr(0)
-    stopped = re.search(r"SIGTERM: stopped and saved after (\d+) steps of 4000.", run.stdout(0))
-    assert stopped
-    done = int(stopped[1])
-    assert len(run.losses()) == done
-    assert [int(path.name) for path in (run.directory / "checkpoints").iterdir()] == [done]
-    steps = max(STEPS, done + 1)
-    again = Run(tmp_path, 2, 2, f"training.steps={steps}", *overrides).succeed()
-    assert f"resumed after {done} steps" in again.stdout(0)
-    assert again.losses()[:STEPS] == unbroken(2).losses()
 
 
 EXPORTS = """

@@ -12,7 +12,6 @@ import pytest
 
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.cluster.devices import start_devices
-from tests.support.processes import Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,29 +106,3 @@ def test_what_is_made_nobody_else_can_write_whatever_the_umask(tmp_path, no_cach
         assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     finally:
         os.umask(before)
-
-
-@pytest.mark.slow
-def test_a_run_of_one_host_listens_there_alone(tmp_path):
-    psutil = pytest.importorskip("psutil")  # clearml has it
-    run = Run(
-        tmp_path,
-        2,
-        1,
-        "training.steps=30",
-        "distributed.heartbeat_timeout=20",
-        "mesh.d=2",
-        "mesh.t=1",
-    )
-    try:
-        run.wait_for_step(0)
-        sockets = [
-            socket
-            for process in run.processes
-            for socket in psutil.Process(process.pid).net_connections()
-        ]
-        found = {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
-        assert found
-        assert found <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    finally:
-        run.kill()

@@ -138,7 +138,7 @@ with tracked(TrackersConfig([name], "ours"), Path(directory), "tiny", start, {"m
 """
 
 
-@pytest.mark.long(every_case=True)
+@pytest.mark.long
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.filterwarnings("ignore")  # of the trackers
 def test_a_tracker_has_the_numbers_of_both_starts_of_a_run(name, tmp_path, monkeypatch):

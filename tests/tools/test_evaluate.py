@@ -7,10 +7,8 @@ import importlib
 import io
 import json
 import math
-import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax
@@ -20,15 +18,12 @@ from rich.console import Console
 
 import train
 from shardlib.shardtypes import ShardError
-from shardwright.cluster.config import MeshConfig
-from shardwright.cluster.devices import make_mesh
 from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import DataConfig
 from shardwright.data.text.tokenizers import open_tokenizer
 from shardwright.modeling.model import load_model
-from shardwright.models import moe
 from shardwright.settings.program import refusal
-from shardwright.tools import checkpoint_to_huggingface, huggingface_to_checkpoint
+from shardwright.tools import checkpoint_to_huggingface
 from shardwright.tools.evaluate import MeshChoice, OpenRun, Settings, StepChoice, evaluate
 from tests.support import tiny
 from tests.support.own_model import imported
@@ -106,55 +101,6 @@ def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run):
     assert evaluated(run, batches=1)["tokens"] == tiny.BATCH * SEQ_LEN
 
 
-@pytest.mark.slow
-def test_a_run_with_stages(tmp_path):
-    """Four microbatches of two sequences, which eight devices on d do not divide: most of each is
-    padding.
-    """
-    c = tiny.config(tiny.model(vocab=320, d_model=64, layers=4), eval_batches=2, microbatches=4)
-    c.data = DataConfig(filespec=write_dataset(tmp_path / "data.zarr", TEXTS))
-    c.training = dataclasses.replace(c.training, steps=2)
-    c.mesh.p, c.mesh.d, c.mesh.t = 2, 2, 2
-    c.pipeline.virtual_stages, c.pipeline.schedule = 2, "interleaved_1f1b"
-    with jax.set_mesh(make_mesh(jax.devices(), d=2, t=2, p=2)):
-        train.train(c, load_model(c.model), tmp_path / "run")
-    found, (event,) = evaluated(tmp_path / "run"), logged(tmp_path / "run")
-    assert found["mesh"] == {"r": 1, "d": 8, "t": 1}
-    assert found["loss"] == pytest.approx(event["loss"], rel=1e-6)
-    assert found["tokens"] == event["targets"] == 2 * tiny.BATCH * tiny.LENGTH
-
-
-@pytest.mark.slow
-def test_a_run_on_a_mesh_of_e_and_c_is_evaluated_there(run, file):
-    """To the bit, elsewhere but for rounding; so are documents of lengths that no ring divides."""
-    sizes = {
-        "vocab": 320,
-        "d_model": 32,
-        "layers": 1,
-        "n_kv": 4,
-        "n_q_per_kv": 2,
-        "d_head": 8,
-        "d_ff": 24,
-    }
-    model = moe.ModelConfig(**sizes, experts=8, experts_per_token=2, capacity_factor=1.0)
-    c = tiny.config(model, eval_batches=2, context="ring")
-    c.training = dataclasses.replace(c.training, seq_len=SEQ_LEN, steps=2)
-    c.data, c.mesh = DataConfig(filespec=f"{run.parent}/data.zarr"), MeshConfig(d=1, e=2, c=2, t=2)
-    wide = run.parent / "wide"
-    with jax.set_mesh(tiny.mesh("e=2 c=2 t=2")):
-        train.train(c, load_model(c.model), wide)
-    (event,), found = logged(wide), evaluated(wide)
-    assert found["mesh"] == {"r": 1, "d": 1, "e": 2, "c": 2, "t": 2}
-    assert (found["loss"], found["tokens"]) == (event["loss"], event["targets"])
-    elsewhere = evaluated(wide, mesh=StepChoice(d=1, c=8))
-    assert elsewhere["mesh"] == {"r": 1, "d": 1, "c": 8, "t": 1}
-    assert elsewhere["loss"] == pytest.approx(event["loss"], rel=1e-6)
-    expected = evaluated(wide, **file, mesh=StepChoice(d=8))["loss"]
-    assert evaluated(wide, **file, mesh=StepChoice(d=2, c=4))["loss"] == pytest.approx(
-        expected, rel=1e-6
-    )
-
-
 # ---- documents -----------------------------------------------------------------------------------
 
 
@@ -220,27 +166,6 @@ def test_each_document_has_the_loss_that_transformers_computes(run, theirs, file
     nats = sum(line["loss"] for line in lines)
     assert found["loss"] == pytest.approx(nats / found["tokens"], rel=1e-12)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-12)
-
-
-@pytest.mark.slow
-def test_an_import_is_computed_in_f32_and_the_result_names_its_dtype(run, theirs, file, tmp_path):
-    """As transformers computes it; in bf16 it would differ by far more."""
-    exported, losses = theirs
-    imported = huggingface_to_checkpoint.Settings(
-        str(exported), str(tmp_path / "imported"), check=False
-    )
-    huggingface_to_checkpoint.run(imported, lambda _: None)
-    expected = sum(
-        losses(piece).sum(dtype=np.float64) for text in TEXTS[:9] for piece in cut(encoded(text))
-    )
-    settings = Settings(
-        run=str(tmp_path / "imported"), **file, limit=9, tokenizer=f"{run.parent}/data.zarr"
-    )
-    console = Console(file=io.StringIO())
-    found = evaluate(settings, console)
-    assert found["compute_dtype"] == "f32"
-    assert "compute_dtype f32\n" in console.file.getvalue()
-    assert found["loss"] * found["tokens"] == pytest.approx(expected, rel=1e-6)
 
 
 # ---- lm-eval -------------------------------------------------------------------------------------
@@ -326,23 +251,6 @@ def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
     assert command["results"][names[0]]["acc,none"] == found["results"][names[0]]["acc,none"]
     with pytest.raises(ValueError, match="lm-eval has no task 'nowhere'"):
         evaluated(run, tasks=["nowhere"], task_path=str(tasks))
-
-
-@pytest.mark.slow
-def test_the_example_of_the_page(run, monkeypatch):
-    """docs/evaluation.md, with a harness that only notes what it is asked."""
-    page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    harness = types.ModuleType("lm_eval")
-    harness.simple_evaluate = lambda **asked: asked
-    monkeypatch.setitem(sys.modules, "lm_eval", harness)
-    monkeypatch.setattr(
-        "shardwright.tools.evaluate.language_model", lambda scorer, tokenizer, weights: scorer
-    )
-    names = {}
-    exec(code.replace("runs/<name>", str(run)), names)
-    assert names["results"]["model"].length == SEQ_LEN
-    assert names["results"]["tasks"] == ["hellaswag"]
 
 
 def test_without_lm_eval_its_extra_is_named(run, monkeypatch):

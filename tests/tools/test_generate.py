@@ -5,7 +5,6 @@ and as tokens.
 import dataclasses
 import io
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,25 +85,6 @@ def test_the_last_texts_are_those_of_the_checkpoint(run, tmp_path):
     events = [line for line in read(run / "metrics.jsonl") if line.get("event") == "sample"]
     assert [event["step"] for event in events] == [0, 0, 2, 2, 4, 4, 5, 5]
     assert events[0]["text"].startswith("It is")
-
-
-@pytest.mark.slow
-def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
-    """From the checkpoint of step 3 to step 4, and from there, where texts are due, to 9."""
-    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "checkpoints" / "0000000005")  # what is left is of step 3
-    with open(tmp_path / "samples.jsonl", "a") as file:
-        file.write('{"step": 4, "pro')
-    c = settings(tmp_path)
-    c.data.stream.train_files = [str(run / "text.txt")]
-    before = [line for line in read(run / "samples.jsonl") if line["step"] <= 4]
-    for steps, expected in ((4, [0, 0, 2, 2, 4, 4]), (9, [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 9, 9])):
-        c.training.steps = steps
-        with jax.set_mesh(tiny.mesh("d=8")):
-            begin(c, tmp_path)
-        lines = read(tmp_path / "samples.jsonl")
-        assert [line["step"] for line in lines] == expected
-        assert lines[: len(before)] == before
 
 
 def samples_of(c, directory):
@@ -194,7 +174,7 @@ def test_the_command(run, tmp_path):
     assert "step 3, mesh r=1 d=8 t=1, f32" in done.stdout
 
 
-@pytest.mark.long(every_case=True)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -412,7 +412,6 @@ def test_overwriting_trains_its_own_tokenizer(tmp_path, monkeypatch):
     ("name", "vocab_size"),
     [
         ("austen_bytes", 259),
-        pytest.param("austen_bpe32k", 22886, marks=pytest.mark.slow),
         ("austen_bpe", 4096),
     ],
 )

@@ -37,7 +37,7 @@ def session_of(c, model=None, train=tiny.train):
     return session
 
 
-@pytest.fixture(scope="module", params=["one device", pytest.param("p=2", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["one device"])
 def explain(request):
     """Lines on a step whose state has a change."""
     c = tiny.config(tiny.model(layers=LAYERS, norm_epsilon=0.0), microbatches=MICROBATCHES)

@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import itertools
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -178,51 +177,6 @@ def below(files, split):
         for path, x in files.items()
         if path.startswith(f"{split}/")
     }
-
-
-@pytest.mark.slow
-def test_killed_processes(tmp_path, small):
-    """SIGKILL, once the first states are written; the workers end too."""
-    rng = random.Random(0)
-    source = write_jsonl(tmp_path / "a.jsonl", random_texts(400))
-    tool.run(config(tmp_path / "unbroken", [source], validation_max_documents=20))
-    command, env = driver(tmp_path, 0.02)
-    settings = [
-        f"train.files=[{source}]",
-        f"validation.files=[{source}]",
-        "validation.max_documents=20",
-    ]
-    out = tmp_path / "killed"
-    run = [*command, f"out={out}", *settings, "tokenizer.end_token='</s>'", "num_workers=2"]
-    for _ in range(4):
-        with subprocess.Popen(
-            run, env=env, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True
-        ) as p:
-            while p.poll() is None and not (out / "unfinished_train.npz").exists():
-                time.sleep(0.01)
-            time.sleep(rng.uniform(0, 0.5))
-            p.kill()
-        deadline = time.monotonic() + 20
-        while processes_of(p.pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not processes_of(p.pid)
-    if (out / "unfinished.json").exists():
-        subprocess.run(run, env=env, cwd=tmp_path, check=True)
-    assert tree(out) == tree(tmp_path / "unbroken"), "not the bytes of the unbroken run"
-
-
-def processes_of(session):
-    """The processes of a session, which is named by the id of its first one."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                state, _, _, its_session = file.read().rsplit(")", 1)[1].split()[:4]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(its_session) == session and state != "Z":
-            found.append(int(pid))
-    return found
 
 
 def stopped(tmp_path, monkeypatch, **settings):

@@ -90,16 +90,6 @@ BUGS = {  # what is copied and edited, the edit, settings
         Change(ATTENDED, 'jnp.roll(FOUND, shardops.axis_size("t"), 2)', "Llama.attend"),
         (),
     ),
-    "what is compiled for this platform alone": (
-        ("train.py", "train.py"),
-        Change(
-            ATTENDED,
-            "lax.platform_dependent(FOUND, tpu=lambda x: x, "
-            "cpu=lambda x: jnp.roll(x, shardops.axis_size('t'), 2))",
-            "Llama.attend",
-        ),
-        (),
-    ),
     "a model of one's own": (
         ("shardwright/models/gpt2.py", "own/mine.py"),
         Change("attended[..., 0, :]", "FOUND * shardops.axis_size('t')", "Model.layer"),
@@ -114,18 +104,11 @@ BUGS = {  # what is copied and edited, the edit, settings
         ),
         ("verify.meshes=[2x1x2x2]",),
     ),
-    "the stages are placed wrongly": (
-        ("shardlib", "shardlib/placement.py"),
-        Change("np.array(self.stages, np.int32)", "np.roll(FOUND, 1, axis=0)"),
-        ("verify.meshes=[2x1x2x2]",),
-    ),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "bug", [pytest.param(bug, marks=[] if bug in [*BUGS][:2] else pytest.mark.slow) for bug in BUGS]
-)
+@pytest.mark.parametrize("bug", BUGS)
 def test_a_mesh_that_differs_is_named_with_the_line_or_the_tensor(tmp_path, bug):
     (source, place), change, settings = BUGS[bug]
     edited = tmp_path / place

@@ -48,7 +48,7 @@ def written(tmp_path_factory):
     return folder / "d.zarr"
 
 
-@pytest.mark.long(every_case=True)
+@pytest.mark.long
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_checked_in_dataset_is_what_the_tool_writes(written, split):
     ours, fresh = (zarr.open_group(str(path), mode="r")[split] for path in (CHECKED_IN, written))
