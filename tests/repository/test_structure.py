@@ -73,7 +73,7 @@ SHARED = {
 SHARED |= {f"bench.{name}" for name in ("common", "throughput.peers.ours", "throughput.peers.job")}
 SHARED.add("shardwright.tools.ladder.scales")
 """Modules of several programs."""
-RUN_TESTS = {"bench.faults"}
+RUN_TESTS = {"bench.faults", "bench.free_train"}
 """Programs that run tests, and so import what these have in common."""
 READ_STEPS = ("shardwright.run.listeners.profile", "shardwright.run.listeners.standard")
 """Listeners that analyze the step."""

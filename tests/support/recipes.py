@@ -15,14 +15,6 @@ sys.path.append(str(RECIPES))  # as PYTHONPATH=docs/recipes does
 SOURCE = (ROOT / "train.py").read_text()
 
 
-def line_of(text: str, source: str = SOURCE) -> int:
-    """Number of the line that begins so."""
-    (number,) = [
-        i for i, line in enumerate(source.splitlines(), 1) if line.strip().startswith(text)
-    ]
-    return number
-
-
 @contextlib.contextmanager
 def module_of(source: str, name: str = "changed_train"):
     """The module of a changed train.py, or of another file."""
