@@ -108,7 +108,6 @@ def test_what_is_missing_is_asked_for():
 # ---- multipliers that are missing ----------------------------------------------------------------
 
 BASE: dict[str, Any] = {"d_model": 32, "n_kv": 4, "d_ff": 64}
-MATRICES = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")
 
 
 class Unrated(scales.Scale):
@@ -159,11 +158,9 @@ DEEP: dict[str, Any] = {
 }
 GATE = name_in("Llama.mlp", "self.activation(jnp.float32(gate))", "gate")
 (UP,) = saved_in("Llama.mlp").keys() - {GATE}
-VALUES = name_in("Llama.attend", "attention(q, k, v, self.mask)", "v")
 (ATTENTION,) = saved_in("Llama.layer")
-QUERIES, KEYS = f"{ATTENTION} q", f"{ATTENTION} k"
 MISSING: list[tuple[str, str, dict[str, Any], str]] = [
-    ("learning rate", "w_q", {}, QUERIES),
+    ("learning rate", "w_down", {}, ATTENTION),
     ("learning rate", "unembed", {}, LOGITS),
     ("initial values", "w_o", {}, ATTENTION),
     ("initial values", "w_up", {}, UP),
