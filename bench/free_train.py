@@ -84,7 +84,7 @@ def split(text: str, function: ast.FunctionDef, chance: random.Random) -> str:
         if is_plain(statement) or isinstance(statement, ast.Return)
         for node in ast.walk(statement)
         if isinstance(node, ast.Call)
-        if node is not statement.value or isinstance(statement, ast.Return)
+        if node is not getattr(statement, "value", None) or isinstance(statement, ast.Return)
     ]
     if not found:
         return text

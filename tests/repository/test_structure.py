@@ -52,6 +52,7 @@ BY_NAME = {
     "shardwright.run.sweeps",
     "bench.throughput.peers.worker",
     "bench.plan.trainers",
+    "bench.other_trainers",
 }
 BY_NAME |= {
     "bench.throughput.peers.seqax_trainer",
