@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 
+import train
 from shardlib.array_types import factor_type
 from shardlib.exact import compare as exact
 from shardlib.parsing import parse_shape

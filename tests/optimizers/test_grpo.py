@@ -2,6 +2,7 @@
 meshes.
 """
 
+import importlib
 import json
 import re
 import runpy
@@ -141,7 +142,7 @@ def test_loss_and_gradients_are_those_of_torch(answers, data, mesh, training):
 
 def test_an_input_that_is_missing_or_not_declared_is_named(data, monkeypatch):
     c = config(data)
-    grpo = sys.modules["grpo"]
+    grpo = importlib.import_module("grpo")
     monkeypatch.setattr(grpo.loss, "inputs", {"advantage": f32})
     with (
         jax.set_mesh(tiny.mesh("one device")),

@@ -257,7 +257,6 @@ def use(patch) -> None:
             _PROGRAMS[self] = Compiled(lower(self))
         return _PROGRAMS[self]
 
-    patch.setattr(train, "SPEC", SPEC)
     patch.setattr(train, "Run", Bare)
     patch.setattr(run, "trace_step", trace)
     patch.setattr(
@@ -278,7 +277,7 @@ def use(patch) -> None:
 def train_on(mesh: str, c, directory) -> str | None:
     """A run, to its end, on a mesh of tests/support/tiny.py. `use` must have been called."""
     with jax.set_mesh(tiny.mesh(mesh)):
-        return train.Run.to_the_end(lambda: train.train(c, MODEL, directory))
+        return train.Run.to_the_end(lambda: train.train(c, MODEL, directory, SPEC))
 
 
 @pytest.fixture

@@ -7,8 +7,10 @@ import importlib
 import io
 import json
 import math
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -251,6 +253,22 @@ def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
     assert command["results"][names[0]]["acc,none"] == found["results"][names[0]]["acc,none"]
     with pytest.raises(ValueError, match="lm-eval has no task 'nowhere'"):
         evaluated(run, tasks=["nowhere"], task_path=str(tasks))
+
+
+def test_the_example_of_the_page(run, monkeypatch):
+    """docs/evaluation.md, with a harness that only notes what it is asked."""
+    page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    harness = types.ModuleType("lm_eval")
+    harness.simple_evaluate = lambda **asked: asked
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
+    monkeypatch.setattr(
+        "shardwright.tools.evaluate.language_model", lambda scorer, tokenizer, weights: scorer
+    )
+    names = {}
+    exec(code.replace("runs/<name>", str(run)), names)
+    assert names["results"]["model"].length == SEQ_LEN
+    assert names["results"]["tasks"] == ["hellaswag"]
 
 
 def test_without_lm_eval_its_extra_is_named(run, monkeypatch):
