@@ -15,7 +15,7 @@ from jax import lax
 import train
 from shardlib.shardtypes import Subset, f32, i32, pytree_dataclass, typed
 from shardwright.optimizers.config import OptimizerConfig
-from shardwright.optimizers.rates import Update
+from shardwright.optimizers.rates import Update, is_updated_by
 from train import W
 
 
@@ -29,7 +29,7 @@ class State(train.State[W]):
 
 def is_own(update: Update) -> bool:
     """True for the weights that Adafactor updates."""
-    return update.algorithm.endswith(":adafactor")
+    return is_updated_by(update, adafactor)
 
 
 def has_factors(update: Update) -> bool:

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from shardlib.shardtypes import f32, i32, typed
 from shardwright.optimizers.config import OptimizerConfig
-from shardwright.optimizers.rates import Update
+from shardwright.optimizers.rates import Update, is_updated_by
 from train import State, W
 
 
 def is_own(update: Update) -> bool:
     """True for the weights that Lion updates."""
-    return update.algorithm.endswith(":lion")
+    return is_updated_by(update, lion)
 
 
 @typed

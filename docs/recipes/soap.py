@@ -21,7 +21,7 @@ from shardlib.parsing import sort_axes
 from shardlib.shardtypes import Subset, f32, i32, pytree_dataclass, typed
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.muon import map_arrays, on_whole_matrices
-from shardwright.optimizers.rates import Update
+from shardwright.optimizers.rates import Update, is_updated_by
 from train import W
 
 FREQUENCY, LONGEST = 10, 10_000
@@ -51,7 +51,7 @@ class State(train.State[W]):
 
 def is_own(update: Update) -> bool:
     """True for the weights that SOAP updates."""
-    return update.algorithm.endswith(":soap")
+    return is_updated_by(update, soap)
 
 
 def begin(state: train.State, updates: Any) -> State:

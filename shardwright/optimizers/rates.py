@@ -184,6 +184,11 @@ def _names_of_algorithms(c: OptimizerConfig) -> list[str]:
     ]
 
 
+def is_updated_by(update: Update, optimizer: Callable) -> bool:
+    """True for a weight whose algorithm is this optimizer of the user's own, module:function."""
+    return update.algorithm == f"{optimizer.__module__}:{optimizer.__name__}"
+
+
 def begun(state: Any, c: OptimizerConfig, updates: object) -> Any:
     """The first state of a run: what optimizers of the user's own make of train.State.
 
