@@ -150,7 +150,7 @@ class Llama:
 
     @typed
     def layer(
-        self, x: act["B/b L/c/t M"], w: TransformerLayer, tokens: Tokens, attention: Attention
+        self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attention: Attention
     ) -> act["B/b L/c/t M"]:
         """One transformer layer."""
         x = save_for_backward(x + self.attend(x, w, tokens, attention))
