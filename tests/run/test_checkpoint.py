@@ -202,19 +202,6 @@ def test_saved_values_survive_donation(tmp_path):
         assert_bits_equal(Checkpointer(tmp_path).restore(step, like(mesh)), make_state())
 
 
-def test_restored_arrays_can_be_donated(tmp_path):
-    # Leaves that several devices hold whole share one host buffer while they are restored.
-    mesh = make_mesh(4, 2)
-    path = save(tmp_path, state={"x": jax.device_put(jnp.arange(4096.0), NamedSharding(mesh, P()))})
-    struct = {"x": jax.ShapeDtypeStruct((4096,), jnp.float32, sharding=NamedSharding(mesh, P()))}
-    double = jax.jit(lambda state: {"x": state["x"] * 2}, donate_argnums=0)
-    restored = Checkpointer(path.parent).restore(3, struct)
-    for factor in (2, 4, 8):
-        restored = double(restored)
-        for shard in restored["x"].addressable_shards:
-            np.testing.assert_array_equal(shard.data, np.arange(4096.0) * factor)
-
-
 # ---- what is told --------------------------------------------------------------------------------
 
 
@@ -237,14 +224,13 @@ def test_what_fills_the_disk_is_told_and_leaves_nothing_visible(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("version", [2, 4])
-def test_a_checkpoint_of_another_version_is_told(tmp_path, monkeypatch, version):
+def test_a_checkpoint_of_another_version_is_told(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "FORMAT_VERSION", version)
+        patch.setattr(checkpoint, "FORMAT_VERSION", 4)
         save(tmp_path)
     told = (
-        rf"version {version}; this program reads only version 3\. Restore it with the release "
-        rf"that wrote it\."
+        r"version 4; this program reads only version 3\. Restore it with the release "
+        r"that wrote it\."
     )
     with pytest.raises(ValueError, match=told):
         Checkpointer(tmp_path).metadata(3)
@@ -268,15 +254,6 @@ def test_every_array_that_does_not_fit_is_named(tmp_path):
         "Run with the model and optimizer that wrote it, or start a new run from another "
         "checkpoint."
     )
-
-
-def test_what_cannot_be_saved_is_named(tmp_path):
-    refused = pytest.raises(
-        ValueError, match="cannot save 'w': its dtype is not one of bfloat16, bool"
-    )
-    with Checkpointer(tmp_path) as checkpointer, refused:
-        checkpointer.save(0, {"w": jnp.ones(3, jnp.float8_e5m2)}, {})
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("order", [None, [2, 0, 1]])
@@ -357,24 +334,6 @@ def run_processes(tmp_path, program):
             process.kill()
 
 
-@pytest.mark.parametrize("order", [None, [0, 3, 1, 4, 2, 5, 6, 7]])
-@pytest.mark.parametrize("chunk", [(2, 6), (3, 4)])
-def test_the_chunks_of_a_shard_have_each_of_its_values_once(chunk, order):
-    """Also of a shard with more rows than were saved, which remain 0."""
-    rows = order or range(8)
-    x = np.arange(1, 43).reshape(7, 6)
-    saved = checkpoint.SavedArray("x", x.shape, "int64", chunk)
-    for bounds in (((0, 4), (0, 6)), ((4, 8), (2, 5))):
-        shard = np.zeros([stop - start for start, stop in bounds], int)
-        for index, in_shard, in_chunk in checkpoint.chunks_of(
-            saved, bounds, np.array(order) if order else None
-        ):
-            assert not shard[in_shard].any()
-            shard[in_shard] = x[saved.region(index)][in_chunk]
-        wanted = np.concatenate([x, np.zeros((1, 6), int)])[list(rows)]
-        assert_bits_equal(shard, wanted[tuple(slice(*ends) for ends in bounds)])
-
-
 @pytest.mark.long
 def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
     outputs = run_processes(
@@ -392,24 +351,15 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
         odd = values.copy()
         odd[0, :3] = -0.0, np.nan, np.float32(1e-45)
         odd.view(np.uint32)[0, 3] = 0x7FC12345  # a NaN with a payload
-        rolled = {f"x{i}": np.roll(odd, i, 1) for i in range(12)}
+        rolled = {f"x{i}": np.roll(odd, i, 1) for i in range(3)}
         state = {k: jax.make_array_from_callback(v.shape, on, v.__getitem__) for k, v in rolled.items()}
-        state["count"] = jax.device_put(np.int32(7), NamedSharding(replicas, P()))
-        wrote, write = [], Store.write_chunk
-
-        def write_counted(self, directory, array, index, values):
-            wrote.append(values.nbytes)
-            return write(self, directory, array, index, values)
-
-        Store.write_chunk = write_counted
         with checkpoint.Checkpointer(f"{sys.argv[3]}/replicas") as of_replicas:
             of_replicas.save(5, state, {})
+        multihost_utils.sync_global_devices("saved")
         like = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for k, v in state.items()}
         for name, v in of_replicas.restore(5, like).items():
             for shard, was in zip(v.addressable_shards, state[name].addressable_shards):
                 assert np.asarray(shard.data).tobytes() == np.asarray(was.data).tobytes(), name
-        print("chunks:", len(wrote), sum(size for size in wrote if size > 4))
-
         def told(action):
             try:
                 action()
@@ -431,10 +381,6 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
         for shard in restored["x"].addressable_shards:
             assert (np.asarray(shard.data) == values[shard.index]).all()
         print("restored", step, int(restored["n"]))
-        everywhere = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
-        whole = checkpointer.restore(step, {"x": everywhere})["x"]
-        assert all((np.asarray(shard.data) == values).all() for shard in whole.addressable_shards)
-        assert whole.sharding == everywhere.sharding
         read, failures = Store.read, ["Input/output error"] * (rank == 0)
         def failing(self, *place):
             if failures:
@@ -453,16 +399,6 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
         multihost_utils.sync_global_devices("spoiled")
         told(lambda: checkpointer.restore(1234567, structs))
 
-        own = [checkpoint.Checkpointer(f"{sys.argv[3]}/disk{i}") for i in range(2)]
-        for i in range(2):
-            own[i].save(7, {"x": x + i}, {})
-            told(own[i].wait)
-        told(lambda: own[rank].restore(7, {"x": structs["x"]}))
-        if rank == 1:
-            Store.read = lambda self, *place: {}["a key"]
-        told(lambda: own[0].restore(7, {"x": structs["x"]}))
-        Store.read = failing
-
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
         checkpointer.save(1234569, {"x": x}, {})
@@ -471,20 +407,14 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
         """,
     )
     for i, output in enumerate(outputs):
-        assert f"chunks: {25 - i} {24 * 2**18 // 4}" in output, output
         assert "restored 1234567 5" in output, output
-        begin, there, damage, other, lost, full = [
+        begin, there, damage, full = [
             line for line in output.splitlines() if line.startswith("told: ")
         ]
         assert begin.endswith("0001234568 was not saved. Earlier ones, if any, are unchanged.")
         assert "Input/output error" in begin[:200]
         assert f"ValueError {'process 0: ' * i}cannot save step 1234567: " in there
         assert "is not what was written: " in damage
-        assert (
-            f"process 1 has another checkpoint {tmp_path}/disk{i}/0000000007 than process 0"
-            in other
-        )
-        assert ("KeyError 'a key'" if i else "LostError process 1: KeyError: 'a key'") in lost
         assert full.startswith("told: OSError File too large: ")
         assert "/x/c/" in full
         assert ("(of process 1)." in full) == (i == 0)

@@ -1,13 +1,8 @@
 """What a command line composes and refuses, beside the mistakes of mistakes.txt."""
 
 import dataclasses
-import importlib
-import re
 import shlex
 import sys
-import typing
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +16,8 @@ from shardwright.run.launch import CONFIGS
 from shardwright.settings.command_line import Program, parse
 from shardwright.settings.output import as_installed, override
 from shardwright.settings.program import FULL_ERROR, start
-from shardwright.settings.settings import made, settings_of, without_null
+from shardwright.settings.settings import made
 
-ROOT = Path(__file__).parents[2]
-FILES = re.compile(r"director|\bpath\b|\bfiles?\b|folder|URL", re.IGNORECASE)
 BASE = "--config-name=local_test_synthetic"
 
 
@@ -103,13 +96,6 @@ def test_a_run_is_found_by_what_a_shell_completes(value, tmp_path, monkeypatch):
     assert parse(several, [value, "runs/a,b"]).words == ['run=["runs/x","runs/a,b"]']
 
 
-def test_a_configuration_is_found_by_its_path(mine, composed, tmp_path):
-    (config,) = composed("--config-name", f"{tmp_path}/mine/mine.yaml", "model=mymodel")
-    assert (config.model["vocab"], config.training.steps) == (1280, 5)
-    (config,) = composed(mine, f"-cn={CONFIGS}/local_test_synthetic.yaml")
-    assert config.training.steps == 50
-
-
 def test_a_directory_is_read_beside_the_projects_own(mine, composed, tmp_path, monkeypatch):
     """Such as that of an imported model, by the command that the import prints; and it comes
     first.
@@ -135,13 +121,6 @@ def test_a_section_is_given_in_any_form(given, composed):
         composed(BASE, "+training.steps=7")
 
 
-def test_settings_of_hydra_are_its_own(composed):
-    (config,) = composed(
-        BASE, "hydra.job.chdir=false", "hydra.verbose=false", "+hydra.job.env_set.A=1"
-    )
-    assert not hasattr(config, "hydra")
-
-
 def test_a_null_section_is_made_by_its_first_setting(composed):
     (config,) = composed(
         BASE, "data.filespec=null", "data.stream.train_files=[a]", "optimizer.base.d_model=64"
@@ -157,11 +136,10 @@ def test_a_null_section_is_made_by_its_first_setting(composed):
 UNKNOWN = ["foo=1", "training.foo=1", "training={foo:1}", "data.mixture.a.foo=1"]
 
 
-@pytest.mark.parametrize("plus", ["", "+", "++"])
-@pytest.mark.parametrize("given", UNKNOWN)
-def test_an_unknown_setting_is_refused_in_any_form(given, plus, composed):
+@pytest.mark.parametrize("given", [*UNKNOWN, "+foo=1", "++training.foo=1"])
+def test_an_unknown_setting_is_refused_in_any_form(given, composed):
     with pytest.raises(SystemExit, match=r"^Error: .*\bfoo\b") as ended:
-        composed(BASE, plus + given)
+        composed(BASE, given)
     assert "\n" not in str(ended.value)
 
 
@@ -194,22 +172,6 @@ def test_a_wrong_file_is_refused_in_one_line(content, tmp_path, composed):
     assert "\n" not in str(ended.value)
 
 
-def test_a_file_without_defaults_is_refused(tmp_path, composed):
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "mine.yaml").write_text("mesh: {d: 1}")
-    with pytest.raises(
-        SystemExit, match=r"Begin the configuration with `defaults: \[base, _self_\]`\."
-    ):
-        composed("--config-name=mine")
-
-
-def test_own_configurations_are_suggested(mine, composed):
-    with pytest.raises(
-        SystemExit, match=r"--config-name is min; choose one of .*\. Did you mean mine\?"
-    ):
-        composed(mine, "--config-name=min")
-
-
 def test_a_home_directory_is_expanded_in_all_paths(monkeypatch):
     """In lists, mappings and later changes; URLs and texts stay."""
     monkeypatch.setenv("HOME", "/home/me")
@@ -233,45 +195,8 @@ def test_a_home_directory_is_expanded_in_all_paths(monkeypatch):
         launch.composed("local_test_synthetic", "data.filespec=~nobody_/d")
 
 
-ABOUT_A_FILE = {"text_separator", "export_interval", "report", "compilation_cache"}
-ABOUT_A_FILE |= {"model_name", "max_bad_rows", "dtype"}
-"""Settings whose docstrings speak of files, and which are none. compilation_cache expands its own,
-and that of JAX."""
-
-
-def declared(schema: type) -> Iterator[tuple[dataclasses.Field, str]]:
-    """The fields of a dataclass of settings, and of its sections, with their docstrings."""
-    docs = {setting.name: setting.doc for setting in settings_of(schema)}
-    for field in dataclasses.fields(schema):
-        kind = without_null(typing.get_type_hints(schema)[field.name])
-        kind = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else kind
-        yield from declared(kind) if dataclasses.is_dataclass(kind) else [(field, docs[field.name])]
-
-
-def test_what_a_docstring_calls_a_file_expands_it():
-    tools = [
-        path
-        for path in (ROOT / "shardwright/tools").rglob("*.py")
-        if "@dataclass" in path.read_text()
-    ]
-    modules = [
-        importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        for path in tools
-    ]
-    classes = [
-        x
-        for module in modules
-        for x in vars(module).values()
-        if isinstance(x, type) and dataclasses.is_dataclass(x)
-    ]
-    schemas = [x for x in classes if x.__name__ == "Settings" or issubclass(x, Config)]
-    found = {field.name: field for x in schemas for field, doc in declared(x) if FILES.search(doc)}
-    assert len(found) >= 25
-    assert {name for name, field in found.items() if "path" not in field.metadata} == ABOUT_A_FILE
-
-
 @pytest.mark.parametrize(
-    "text", ["a b", "it's", "x, y", "{1}", "[1]", "a~", "é=1", 'q"', "$x", "${x}", "null", "1e3"]
+    "text", ["a b", "it's", "x, y", "{1}", "é=1", 'q"', "$x", "${x}", "null", "1e3"]
 )
 def test_a_printed_setting_is_the_same_again(text, composed):
     """In a shell."""
@@ -314,33 +239,17 @@ def test_what_a_file_has_becomes_the_declared_type(tmp_path, composed):
     assert (config.data.filespec, config.data.skip_steps) == ("2026_01", [10, 11])
 
 
-@pytest.mark.parametrize(("value", "steps"), [("1.5e1", 15), ("15e0", 15), ("1.5e0", None)])
-def test_only_whole_numbers_are_made_whole(value, steps, composed):
-    if steps:
-        (config,) = composed(BASE, f"training.steps={value}", f"data.skip_steps=[{value},2]")
-        assert (config.training.steps, config.data.skip_steps) == (steps, [steps, 2])
-    else:
-        with pytest.raises(SystemExit, match=r"training\.steps is 1\.5; it must be a whole number"):
-            composed(BASE, f"training.steps={value}")
-
-
-@pytest.mark.parametrize("text", WRITTEN)
-def test_a_text_keeps_what_a_command_line_has(text, composed):
-    (config,) = composed(BASE, f"paths.model_name={text}")
-    assert config.paths.model_name == text
-
-
-def test_texts_of_a_list_keep_what_a_command_line_has(composed):
-    (config,) = composed(BASE, f"training.sample_prompts=[{', '.join(WRITTEN)}, ' 1', \"a, 1\"]")
+def test_a_text_keeps_what_a_command_line_has(composed):
+    """Also in a list. Numbers and truth values have several forms."""
+    others = "training.steps=1.5e1", "optimizer.z_loss=1e-4", "training.document_mask=no"
+    texts = f"training.sample_prompts=[{', '.join(WRITTEN)}, ' 1', \"a, 1\"]"
+    (config,) = composed(BASE, texts, "data.skip_steps=[15e0,2]", *others)
     assert config.training.sample_prompts == [*WRITTEN, " 1", "a, 1"]
-
-
-def test_numbers_and_truth_values_have_several_forms(composed):
-    (config,) = composed(
-        BASE, "training.steps=1e3", "optimizer.z_loss=1e-4", "training.document_mask=no"
-    )
-    assert (config.training.steps, config.optimizer.z_loss, config.training.document_mask) == (
-        1000,
-        1e-4,
-        False,
-    )
+    t = config.training
+    assert (t.steps, config.data.skip_steps, t.document_mask) == (15, [15, 2], False)
+    assert config.optimizer.z_loss == 1e-4
+    with pytest.raises(SystemExit, match=r"training\.steps is 1\.5; it must be a whole number"):
+        composed(BASE, "training.steps=1.5e0")
+    for text in WRITTEN[:5]:
+        (config,) = composed(BASE, f"paths.model_name={text}")
+        assert config.paths.model_name == text
