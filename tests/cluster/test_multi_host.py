@@ -2,7 +2,6 @@
 when one is lost.
 """
 
-import json
 import os
 import re
 import signal
@@ -218,36 +217,6 @@ def test_two_processes_train_as_one(tmp_path):
     assert "causality  not known: for a test" in two.stdout(0)
 
 
-FAST = """
-import time
-from shardwright.run import clock
-clock._now = lambda: 3 * time.monotonic()
-"""
-
-
-@pytest.mark.long
-def test_two_processes_agree_on_the_time(tmp_path):
-    """The clock of one is three times as fast, and counts for both, or they would end after
-    different steps.
-    """
-    run = Run(tmp_path, 2, 2, "training.steps=null", "training.minutes=0.4", hooks={1: FAST})
-    run.succeed()
-    lines = [
-        json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()
-    ]
-    steps = [line for line in lines if "event" not in line]
-    elapsed = np.array([line["elapsed"] for line in steps])
-    assert len(steps) > 4
-    assert (np.diff(elapsed) > 0).all()
-    # From the second step to the last dispatch, in steps that are logged when the next one is
-    # dispatched.
-    seconds = steps[-2]["unix_time"] - steps[1]["unix_time"]
-    assert (elapsed[-1] - elapsed[2]) * 24 == pytest.approx(3 * seconds, rel=0.3)
-    decay = 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * np.clip((elapsed * 1000 - 2) / 998, 0, 1)))
-    rates = 1e-2 * np.where(np.arange(len(steps)) < 2, np.arange(len(steps)) / 2, decay)
-    np.testing.assert_allclose([line["learning_rate"] for line in steps], rates, rtol=1e-4)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("differs", "what"),
@@ -369,68 +338,7 @@ def test_the_time_at_one_place_is_limited(monkeypatch):
     assert ended == [(place, "0.1 s (distributed.stall_timeout)", "process 1")]
 
 
-def check_it_goes_on(run: Run, count: int, unbroken) -> None:
-    """Started again, it ends as if nothing had been."""
-    saved = [
-        int(path.parent.name) for path in (run.directory / "checkpoints").glob("[0-9]*/zarr.json")
-    ]
-    again = Run(
-        run.root, count, 2, f"training.steps={STEPS}", "training.checkpoint_interval=5", *LIMITS
-    ).succeed()
-    assert f"resumed after {max(saved)} steps" in again.stdout(0)
-    assert again.losses() == unbroken(count).losses()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("sent", "count", "lost"), [(signal.SIGKILL, 2, 0)])
-def test_a_process_that_dies_or_is_stopped_ends_the_others(count, lost, sent, unbroken, tmp_path):
-    """JAX aborts them, unless a collective fails before."""
-    run = Run(tmp_path, count, 2, "training.steps=4000", "training.checkpoint_interval=5", *LIMITS)
-    run.wait_for_step(12)
-    run.processes[lost].send_signal(sent)
-    began = time.monotonic()
-    try:
-        codes = run.wait(50, but=[lost])
-        assert time.monotonic() - began < 20
-    finally:
-        run.kill()
-    for i in set(range(count)) - {lost}:
-        assert codes[i] in (-signal.SIGABRT, LOST.code), run.stderr(i)
-        by_jax = "Terminating process because the JAX distributed service detected fatal errors"
-        by_us = "lost another process, the network or a device. Start all processes again"
-        assert (by_jax if codes[i] != LOST.code else by_us) in run.stderr(i)
-    assert f"{lost} on {HOST}" in run.stdout(0)
-    check_it_goes_on(run, count, unbroken)
-
-
 # ---- signals -------------------------------------------------------------------------------------
-
-
-EXPORTS = """
-from shardwright.program import background
-from shardwright.run import export
-def endless(*_, **options):
-    (root / "exporting").touch()
-    background.run_beside("http.server", "0", "--bind", "127.0.0.1", **options)
-export.run_beside = endless
-"""
-
-
-@pytest.mark.long
-def test_a_signal_to_any_process_ends_the_last_export(tmp_path):
-    run = Run(
-        tmp_path,
-        2,
-        1,
-        "training.steps=2",
-        "training.export_interval=2",
-        *LIMITS,
-        hooks={0: EXPORTS},
-    )
-    run.wait_for_file("exporting")
-    run.processes[1].send_signal(signal.SIGUSR1)
-    assert run.wait(60) == [STOPPED.code] * 2, run.stderr(0)
-    assert "no exports of the steps [2] yet" in run.stdout(0)
 
 
 SIGNALED = """

@@ -357,7 +357,7 @@ def until(limit):
 
 
 @pytest.mark.long
-def test_loops_may_end_at_any_time_but_must_end():
+def test_loops_may_end_at_any_time():
     halve = jax.vmap(until(1e-3))
     check(
         lambda x: halve(x),
@@ -367,7 +367,6 @@ def test_loops_may_end_at_any_time_but_must_end():
         out_specs=P("d"),
         check_vma=False,
     )
-    verdict(r"test_verdicts.py:\d+: while: .* entries", until(-1.0), X, **SPECS, check_vma=False)
 
 
 @pytest.mark.parametrize(

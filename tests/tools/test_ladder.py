@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from shardwright.modeling.model import load_model
-from shardwright.models import gpt2, moe
 from shardwright.optimizers import rates, scales
 from shardwright.run.launch import composed
 from shardwright.tools.ladder.coordinates import (
@@ -215,11 +214,6 @@ def test_each_missing_scale_of_a_single_weight_is_found(change, weight, kwargs, 
 COMPLETE: dict[str, Any] = {
     "llama": {},
     "deep": DEEP,
-    "gpt2": {
-        "model": gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=4, bos_id=0),
-        "base": {"d_model": 32, "heads": 4},
-    },
-    "experts": {"model": moe.ModelConfig(**LLAMA, experts=4, experts_per_token=2)},
     "muon": {"algorithm": "muon"},
 }
 

@@ -104,14 +104,6 @@ def test_the_result_is_json(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_batches_that_a_later_start_left_out_are_left_out(tmp_path, dataset):
-    """Before the first checkpoint of that start."""
-    run(tmp_path / "run", dataset, steps=6)
-    directory = run(tmp_path / "run", dataset, steps=8, skip_steps=[6])
-    assert replayed(directory, step=8)[0]["is_equal"] is True
-
-
-@pytest.mark.long
 def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset):
     found, _ = replayed(of_demo, step=4)
     documents = found["documents"]

@@ -22,17 +22,12 @@ from jax.sharding import PartitionSpec as P
 import train
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import Of, f32, make_shardings
-from shardwright.axes import AXES
-from shardwright.cluster.chips import chip_of
 from shardwright.inspect.causality import describe_causality
-from shardwright.inspect.planning import planned_step
 from shardwright.inspect.soundness import find_unsound
-from shardwright.inspect.statistics.collect import RunStatistics
 from shardwright.modeling.model import load_model
 from shardwright.models import moe
 from shardwright.optimizers.scales import scales_of
 from shardwright.program.checkpoint import Checkpointer
-from shardwright.program.stages import placement_of
 from tests.support import dense, tiny
 from tests.support.own_model import MINE, SIZES, changed, imported
 from tests.support.proofs import found_soon
@@ -335,44 +330,6 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
         losses += trained(c, state, range(2, 4))[1]
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert expected[-1] < expected[0] - 0.1
-
-
-@pytest.mark.long
-def test_statistics_are_by_layer_of_each_stack():
-    c = config("two", microbatches=2)
-    with jax.set_mesh(tiny.mesh("p=2 d=2 t=2")):
-        step = tiny.step(c)
-        statistics = RunStatistics(step, placement_of(c, step.model), {})
-        found = statistics.collect(tiny.state(c), tiny.place_batch(c), np.int32(0))
-    points = {x["name"]: x["rms"] for x in found["points"]}
-    assert [len(points[f"Model.layer read{which}"]) for which in ("", " #2")] == [2, 4]
-    assert len(points["Model.mlp hidden"]) == 2
-    weights = {x["name"]: x for x in found["weights"]}
-    with jax.set_mesh(tiny.mesh("one device")):
-        w = on_host(tiny.state(c).weights)
-    for stack in ("dense", "layers"):
-        expected = np.sqrt(np.mean(getattr(w, stack).w_q ** 2, axis=(1, 2, 3)))
-        np.testing.assert_allclose(weights[f"{stack}.w_q"]["rms"], expected, rtol=1e-5)
-
-
-@pytest.mark.long
-def test_the_plan_counts_all_kinds_of_layers():
-    """By hand: 6 FLOPs per weight, 12 per pair of entries of a query and a key."""
-    m, kd, f, keys = 32, 32, 8, 8.5
-    window = (1 + 2 + 14 * 3) / 16
-    attention, mlp, embed = 4 * m * kd, 2 * m * f, 64 * m
-    expected = {
-        "block": 6 * (4 * 2 * attention + embed) + 12 * 4 * kd * (keys + window),
-        "two": 6 * (2 * (attention + mlp) + 4 * attention + embed) + 12 * 6 * kd * keys,
-        "mixed": 6 * (6 * (attention + 3 * mlp + m + 3) + embed) + 12 * 6 * kd * keys,
-    }
-    for module, flops in expected.items():
-        c = config(module)
-        planned = planned_step(
-            c, load_model(c.model), dict.fromkeys(AXES, 1) | {"p": 2, "d": 2}, chip_of("h100")
-        )
-        assert planned.facts.flops_per_token == pytest.approx(flops), module
-        assert planned.facts.layers == (4 if module == "block" else 6)
 
 
 @pytest.mark.quick

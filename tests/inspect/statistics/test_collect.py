@@ -143,7 +143,7 @@ def test_points_have_the_statistics_of_a_dense_model():
     dense.logits(state.weights, dense.tokens_of(batch), c.model, norm=norm, activation=activation)
     points = named(found, "points")
     for i in range(2):
-        for name, expected in (("layer gate", gates[i]), ("layer x", norms[2 * i + 1])):
+        for name, expected in (("mlp gate", gates[i]), ("layer x", norms[2 * i + 1])):
             # FP8 has a scale for each microbatch
             both = [of_numpy(half) for half in np.split(expected, 2)]
             mean = {key: np.mean([each[key] for each in both]) for key in both[0]}
