@@ -41,17 +41,6 @@ def test_before_the_first_step_a_signal_ends_a_run_at_once(number):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_signal_with_a_handler_of_another_library_keeps_it():
-    got = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: got.append(number))
-    try:
-        with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGUSR2)
-            assert (stop.poll(), got) == (None, [signal.SIGUSR2])
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
 HANGS_UP = r"""
 import os, pty, signal, sys, time
 from shardwright.cluster.stopping import StopRequest

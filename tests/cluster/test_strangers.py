@@ -84,21 +84,6 @@ def test_a_cache_that_others_can_write_is_read_by_no_tool(tmp_path):
     assert said in done.stderr
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only the administrator can give a directory away")
-def test_a_cache_that_belongs_to_another_user_is_refused(tmp_path, no_cache):
-    directory = tmp_path / "cache"
-    directory.mkdir(mode=0o755)
-    os.chown(directory, 12345, 12345)
-    assert start(directory) is None
-
-
-def test_a_cache_that_cannot_be_written_is_told(tmp_path, no_cache, capsys):
-    (tmp_path / "file").write_text("")
-    assert start(tmp_path / "file" / "cache") is None
-    said = "hardware.compilation_cache: not used: [Errno 20] Not a directory"
-    assert capsys.readouterr().out.startswith(said)
-
-
 def test_what_is_made_nobody_else_can_write_whatever_the_umask(tmp_path, no_cache):
     before = os.umask(0)
     try:

@@ -61,16 +61,6 @@ def test_it_dies_with_a_run_that_is_killed(folder):
     assert not is_alive(pid)
 
 
-def test_its_group_is_not_that_of_ctrl_c_and_its_priority_is_low(folder):
-    """If it had a session of its own, Linux would share the processors equally between it and the
-    training.
-    """
-    program = "import os; print(os.getsid(0), os.getpgid(0), os.getpid(), os.nice(0))"
-    (folder / "a_patient_program.py").write_text(program)
-    session, group, own, nice = map(int, run_beside("a_patient_program").split())
-    assert (session, group, nice) == (os.getsid(0), own, 19)
-
-
 def test_a_wait_says_what_for_and_a_signal_ends_it(folder, capsys):
     def draw() -> str:
         try:

@@ -53,8 +53,6 @@ def steps_of(
     [
         (7.0, 0.0, 9, 8),  # a ninth would end after 63 s
         (7.0, 10.0, 2, 4),  # 28 s of steps and 20 of validations; two more and theirs are 72
-        # 35 and 20, the second after the last step; a sixth step would end after 62
-        (7.0, 10.0, 3, 5),
         (1.0, 25.0, 2, 4),  # 4 and 50
         (1.0, 40.0, 60, 60),  # a validation that was never measured is not expected
     ],

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwright.inspect.examine import draw_step
-from shardwright.program import background
 from shardwright.program.compiling import compile_step
 from tests.support.simulated import without_cache, xla_flags
 
@@ -83,19 +82,6 @@ def test_a_text_that_cannot_be_written_is_told_and_the_step_compiles(tmp_path, c
         r"HLO text: none, .*\.txt cannot be written: (File exists|Not a directory)\n",
         capsys.readouterr().out,
     )
-
-
-def test_a_text_that_cannot_be_drawn_is_told_in_a_line(tmp_path, monkeypatch):
-    text = tmp_path / "hlo.txt"
-    text.write_text("no program")
-    assert draw_step(text) == (
-        f"picture    none, {text} cannot be drawn: ValueError: this is not the text of an HLO "
-        "program: no line "
-        'begins with "HloModule".'
-    )
-    monkeypatch.setattr(background, "TIMEOUT_S", 0.01)
-    assert draw_step(text) == f"picture    none, {text} cannot be drawn: it took longer than 0.01 s"
-    assert [path.name for path in tmp_path.iterdir()] == ["hlo.txt"]
 
 
 STEP = """import sys

@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from shardwright.program.best_effort import best_effort
 from shardwright.program.config import PathsConfig
 from shardwright.program.directory import check_place, locked, place, run_directory
 from shardwright.program.resume import checkpoints_of
@@ -36,7 +35,6 @@ pytestmark = pytest.mark.quick
             "paths.model_name is '../x', which is not a directory inside paths.root_working_dir",
         ),
         ("runs", "sweep/init_from-../../a", "is not a directory inside"),
-        ("runs", ".", "is not a directory inside"),
         ("runs", "/tmp/x", "is not a directory inside"),
     ],
 )
@@ -82,18 +80,6 @@ def test_a_directory_is_of_one_process(tmp_path):
         ):
             pass
     assert (tmp_path / ".lock").read_text() == ""
-
-
-def test_without_locks_a_line_says_so(tmp_path, monkeypatch, capsys):
-    def flock(file, how):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with locked(tmp_path):
-        assert (
-            "lock       none on this file system (Function not implemented)"
-            in capsys.readouterr().out
-        )
 
 
 # ---- what a start finds and leaves ---------------------------------------------------------------
@@ -186,16 +172,6 @@ def test_hosts_without_a_common_file_system_are_told(tmp_path, monkeypatch):
 
 
 # ---- what a run can do without -------------------------------------------------------------------
-
-
-def test_what_is_optional_is_told_in_a_line(capsys):
-    with best_effort("config.yaml"), open("/dev/full", "w") as file:
-        file.write("x" * 10**6)
-    expected = (
-        "WARNING: config.yaml cannot be written: No space left on device; training "
-        "continues without it\n"
-    )
-    assert capsys.readouterr().out == expected
 
 
 def test_a_renamed_run_does_not_begin_again_where_its_checkpoints_are_not(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 
 from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import DataConfig, SourceConfig, StreamConfig, Text, make_loader
-from shardwright.program import evaluation
 from shardwright.program.evaluation import evaluate
 from shardwright.run.run import Run
 from tests.support import tiny
@@ -41,13 +40,6 @@ def test_the_mean_is_over_targets_and_bits_over_bytes():
     assert result["targets"] == 16
     assert result["utf8_bytes"] == 64
     assert result["bits_per_byte"] == pytest.approx(38 / math.log(2) / 64)
-
-
-@pytest.mark.quick
-def test_no_bits_where_a_process_does_not_know_the_bytes(monkeypatch):
-    assert "bits_per_byte" not in evaluated(split(), batches=4)
-    monkeypatch.setattr(evaluation, "in_any_process", lambda _: True)  # another one does not
-    assert "bits_per_byte" not in evaluated(split(BYTES), batches=4)
 
 
 SEQ_LEN = 16
@@ -155,24 +147,6 @@ def test_sources_of_a_mixture_keep_their_shares_until_they_end(data):
     assert [(name, number) for name, _, (number,) in found] == kept[:count]
     assert len(kept) == count
     assert [once.rows(step) for step in (0, count - 1, count, count + 9)] == [1, 1, 0, 0]
-
-
-@pytest.mark.long
-def test_the_loss_of_a_step_is_the_mean_over_all_tokens(data):
-    """By the model, on meshes and at batch sizes that the split does not fill, against one batch of
-    all sequences.
-    """
-    c = tiny.config(tiny.model(vocab=320, layers=1))
-    found = {}
-    for batch, mesh in ((7, "one device"), (8, "r=2 d=2 t=2")):
-        c.training.batch_size = batch
-        with jax.set_mesh(tiny.mesh(mesh)):
-            loader = make_loader(data["dataset", False], "validation", batch, SEQ_LEN)
-            found[batch, mesh] = evaluate(tiny.evaluation_step(c), tiny.weights(c.model), loader, 8)
-    first, *others = found.values()
-    assert first["targets"] == sum(min(len(text), SEQ_LEN) for text in TEXTS["web"])
-    for other in others:
-        assert other == {**first, "loss": pytest.approx(first["loss"], rel=1e-6)}
 
 
 @pytest.mark.quick

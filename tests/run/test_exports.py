@@ -2,13 +2,11 @@
 does.
 """
 
-import concurrent.futures
 import dataclasses
 import importlib
 import json
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,30 +55,6 @@ def test_a_failed_export_is_a_warning_and_an_event(tmp_path, monkeypatch, capsys
         "WARNING    no export of step 1: no such model. Training continues."
         in capsys.readouterr().out
     )
-
-
-@pytest.mark.quick
-def test_no_export_is_made_once_they_are_stopped(tmp_path, monkeypatch):
-    """After an error in the step a process would else stay for hours, until all exports are
-    made.
-    """
-    made, began = [], threading.Event()
-
-    def slow(module, run, *_, **options):
-        began.set()
-        background.run_beside("http.server", "0", "--bind", "127.0.0.1")
-
-    monkeypatch.setattr(export, "run_beside", slow)
-    log: Any = SimpleNamespace(add_event=lambda *event: made.append(event))
-    both = export.Exports(tmp_path, log)
-    both.add(1, "one", None)
-    both.add(2, "two", None)
-    assert began.wait(10)
-    while not background._running:
-        time.sleep(0.01)
-    both.stop()
-    concurrent.futures.wait(both._exports.values(), timeout=10)
-    assert (made, both.left()) == ([], [])
 
 
 @pytest.mark.long

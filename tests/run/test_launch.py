@@ -56,48 +56,7 @@ def test_slurm_script():
     assert f"--nodes={c.distributed.count}" in command
     # the signal that saves; without B:, to the processes
     assert re.fullmatch(r"TERM@\d+", directives["signal"])
-    # Options of sbatch, with values as it reads them.
-    counts = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem")
-    assert all(directives.pop(name).isdecimal() for name in counts)
-    assert re.fullmatch(r"(\d+-)?\d+:\d\d:\d\d", directives.pop("time"))
-    assert directives.keys() == {
-        "job-name",
-        "exclusive",
-        "output",
-        "open-mode",
-        "signal",
-        "requeue",
-    }
     assert '-m shardwright train "$@"' in text
-
-
-def test_slurm_script_takes_options_of_srun_and_the_python_at_hand(tmp_path):
-    """Such as those of a container, in which there is no .venv."""
-    for name, body in (
-        ("srun", 'printf "%s\\n" "$@"; exit 1'),
-        ("python", "exit 0"),
-        ("scontrol", "true"),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": "7",
-    }
-    env |= {"SRUN_OPTIONS": "--container-image=x --container-mounts=/a"}
-    words = subprocess.run(
-        ["bash", str(SLURM), "a=1"], env=env, capture_output=True, text=True
-    ).stdout.splitlines()
-    assert words[4:6] == ["--container-image=x", "--container-mounts=/a"]
-    assert words[words.index("python") :][:6] == [
-        "python",
-        "-u",
-        "-m",
-        "shardwright",
-        "train",
-        "a=1",
-    ]
 
 
 TABLE = {

@@ -1,4 +1,3 @@
-import contextlib
 import json
 import math
 import re
@@ -12,9 +11,7 @@ import pytest
 from shardlib.layers import LayerMetrics
 from shardwright.program.files import read_records
 from shardwright.program.flops import PeakFlops, Speed
-from shardwright.run.clock import Stopwatch
 from shardwright.run.metrics import RunLog, check_metrics
-from shardwright.run.run import Run
 from tests.support.full_disk import files_of_at_most
 
 SPEED = Speed(64, 1000, PeakFlops(1e9, "test"))
@@ -198,21 +195,6 @@ def test_printed_lines(tmp_path, capsys):
         r"0.0003$",
         lines[1],
     )
-
-
-def test_the_loop_times_how_long_it_waits_for_batches():
-    waited: list[float] = []
-    log, listeners = SimpleNamespace(add_wait=waited.append, seconds_of=float), []
-    run = SimpleNamespace(start=3, end_step=5, stopped_by=None, batch_of=lambda step: step)
-    run.log, run.listeners = log, listeners
-    run.clock, run.is_over = Stopwatch(None), False
-    run.config = SimpleNamespace(data=SimpleNamespace(prefetch=1))
-    run.loader = SimpleNamespace(load=lambda step: time.sleep(0.2) or step, parallel_loads=1)
-    with contextlib.ExitStack() as run._cleanup:
-        for step, batch in Run.steps(run):
-            assert step == batch
-            assert 0.1 < waited[-1] < 10
-    assert len(waited) == 2
 
 
 # ---- files that cannot be written ----------------------------------------------------------------

@@ -2,16 +2,11 @@
 be made.
 """
 
-from pathlib import Path
-
 import pytest
 
-from shardwright.program import background
 from shardwright.run import page as pages
 from shardwright.run.page import Page
 from tests.support.written_runs import write_run
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -54,11 +49,3 @@ def test_pages_are_a_minute_apart_and_take_a_share_of_the_time(tmp_path, made):
     # The third took nine seconds: 30 times as long until the next one.
     assert [start for start, *_ in made.calls] == [1010, 1070, 1130, 1400, 1460, 1520, 1580]
     assert made.calls[0][2] == {"directory": tmp_path, "nice": 19}
-
-
-def test_why_there_is_no_page_is_told_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(background, "TIMEOUT_S", 0.01)
-    page = Page(write_run(tmp_path / "run"), wanted=True)
-    assert page.finish() is None
-    assert page.finish() is None
-    assert capsys.readouterr().out == "report     none: it took longer than 0.01 s\n"

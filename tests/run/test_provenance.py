@@ -5,7 +5,6 @@ import importlib
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -132,26 +131,6 @@ def test_a_run_keeps_its_source(tmp_path, monkeypatch):
     assert about["command"] == sys.orig_argv
 
 
-def test_of_two_modules_of_one_name_both_are_source(tmp_path, monkeypatch):
-    """They are hashed, and kept."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for package in ("mine_a", "mine_b"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text(f"NAME = {package!r}")
-        importlib.import_module(package)
-    after = provenance.source_of()["__init__.py"]
-    for _ in range(2):  # a start again at this step
-        provenance.keep_source(tmp_path / "run", 12, load_model(tiny.model()), {})
-    kept = tmp_path / "run/source/0000000012"
-    found = {path.name: path.read_text() for path in kept.glob("*__init__.py")}
-    assert found == {"__init__.py": "NAME = 'mine_a'", "mine_b____init__.py": "NAME = 'mine_b'"}
-    for package in ("mine_a", "mine_b"):
-        (tmp_path / package / "__init__.py").write_text("NAME = 0")
-        provenance.bytes_of.cache_clear()  # as another start
-        before, after = after, provenance.source_of()["__init__.py"]
-        assert before != after
-
-
 def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
     """What was proved of a step is looked up by these hashes."""
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -175,15 +154,3 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
         "mine_parts.py"
     }
     assert not [name for name in before if "numpy" in name or "jax/" in name or "tests" in name]
-
-
-def test_the_script_of_an_installer_is_no_source(tmp_path, monkeypatch):
-    (tmp_path / "shardwright").write_text("#!/usr/bin/python\n")
-    (tmp_path / "mine.py").write_text("")
-    for name in ("shardwright", "mine.py"):
-        monkeypatch.setitem(
-            sys.modules, f"loaded_{name}", SimpleNamespace(__file__=str(tmp_path / name))
-        )
-    assert [path.name for path in provenance.own_modules() if path.parent == tmp_path] == [
-        "mine.py"
-    ]

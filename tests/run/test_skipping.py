@@ -7,15 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from shardwright.data.loader import TokenBatch, batch_of, check_skips
-from shardwright.program import checkpoint, skipping
-from shardwright.program.checkpoint import Checkpointer
+from shardwright.data.loader import TokenBatch
+from shardwright.program import skipping
 from shardwright.program.skipping import SkippedSteps
-from shardwright.run.listeners import checkpoints
-from tests.support import dense, exact_step, tiny
-from tests.support.exact_step import exact
-
-__all__ = ["exact"]
+from tests.support import dense, tiny
 
 # ---- the step ------------------------------------------------------------------------------------
 
@@ -142,19 +137,6 @@ def spikes_of(losses, factor=1.5) -> list[int]:
     return told
 
 
-@pytest.mark.parametrize("a_step", [1.014, 1.05])
-def test_a_slow_divergence_is_told_at_each_factor(a_step):
-    """From 3, after a loss that fell."""
-    noise, fell = (
-        np.random.default_rng(0).normal(0, 0.03, 150),
-        3 + 4 * np.exp(-np.arange(100) / 15),
-    )
-    losses = np.concatenate([fell, 3 * a_step ** np.arange(1, 51)]) + noise
-    first, *others = spikes_of(losses)
-    assert 1.5 < losses[first] / 3 < 1.6
-    assert len(others) == (3 if a_step > 1.04 else 0)
-
-
 def test_what_is_and_is_no_spike():
     counts = np.arange(40)
     rewards = [*(-5.0 + counts % 5 * 0.2), -1.0]
@@ -174,14 +156,6 @@ def test_what_is_and_is_no_spike():
 
 
 @pytest.mark.quick
-def test_batches_that_are_left_out_leave_the_order_of_the_others():
-    assert [batch_of(step, [3, 1, 3]) for step in range(4)] == [0, 2, 4, 5]
-    check_skips([1, 3], [1, 3, 6], 4)
-    with pytest.raises(ValueError, match=r"they differ in 3, and the run is past batch 5\. Give"):
-        check_skips([1, 3], [1], 4)
-
-
-@pytest.mark.quick
 def test_a_state_that_is_not_finite_is_not_saved():
     state = {
         "good": np.ones(3, np.float32),
@@ -193,31 +167,3 @@ def test_a_state_that_is_not_finite_is_not_saved():
     ):
         skipping.check_finite(skipping.are_finite(state), 4, "a program")
     skipping.check_finite(skipping.are_finite({"good": state["good"]}), 4, "a program")
-
-
-def test_a_save_that_is_there_although_it_failed_is_written_again(
-    tmp_path, monkeypatch, capsys, exact
-):
-    """As where the store loses the answer to the last write, and cannot remove what is there
-    either.
-    """
-    commit, failures = checkpoint.commit, ["the answer is lost"]
-
-    def fail_after(*args):
-        commit(*args)
-        if failures:
-            monkeypatch.setattr(checkpoint.Checkpointer, "_check_owner", lost)
-            raise OSError(failures.pop())
-
-    def lost(self):
-        monkeypatch.setattr(checkpoint.Checkpointer, "_check_owner", lambda self: None)
-        raise OSError("gone")
-
-    monkeypatch.setattr(checkpoint, "commit", fail_after)
-    monkeypatch.setattr(checkpoints, "AGAIN_S", 0.01)
-    c = tiny.config(tiny.model(vocab=1280, layers=1), eval_batches=0)
-    c.data.filespec = "synthetic_dataset.zarr"
-    c.training.steps = 2
-    exact_step.train_on("one device", c, tmp_path / "some")
-    assert capsys.readouterr().out.count("the answer is lost. The checkpoint ") == 1
-    assert Checkpointer(tmp_path / "some/checkpoints").verify(2) == []

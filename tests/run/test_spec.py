@@ -59,31 +59,3 @@ def test_a_step_with_other_attention_than_kernels_are_compared_with(step):
                 ValueError, match=r"computes attention by my_attention, but SPEC\.attention"
             ):
                 traced.lower()
-
-
-def test_a_model_that_does_not_keep_its_settings():
-    source = """from train import Llama, ModelConfig
-
-
-class Model(Llama):
-    def __init__(self, config):
-        super().__init__(config)
-        del self.config
-"""
-    with (
-        module_of(source, "forgetful"),
-        pytest.raises(ValueError, match=r"keeps? its ModelConfig: set self\.config = config"),
-    ):
-        load_model(tiny.model(module="forgetful"))
-
-
-def test_a_layer_reads_its_attention_where_its_calls_are_listed():
-    asks = Change(
-        "attention(q, k, v, self.mask)",
-        "FOUND if attention.tokens.positions is not None else None",
-        within="Llama.attend",
-    )
-    with module_of(asks.apply(SOURCE)) as changed_train:
-        c = tiny.config(tiny.model(module="changed_train"))
-        with jax.set_mesh(tiny.mesh("d=2")):
-            assert len(trace_step(c, load_model(c.model), spec=changed_train.SPEC).calls) == 1

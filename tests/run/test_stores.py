@@ -115,16 +115,6 @@ def test_the_run_that_started_last_saves(place):
     assert first.steps() == [1, 2, 4]
 
 
-def test_a_directory_of_digits_of_another_script_is_no_checkpoint(tmp_path):
-    save(tmp_path, 7)
-    (tmp_path / "00000000３１").mkdir()
-    (tmp_path / "00000000３１" / "zarr.json").write_text("{}")
-    checkpoints = Checkpointer(tmp_path)
-    checkpoints.remove_leftovers()
-    assert checkpoints.steps() == [7]
-    assert (tmp_path / "00000000３１").is_dir()
-
-
 @pytest.mark.parametrize("name", ["zarr.json", "a/x/c/0"])
 def test_an_object_for_which_memory_has_no_room_is_damage(server, name):
     save("s3://bucket/run", 1)

@@ -146,15 +146,3 @@ def test_what_is_no_file_of_its_size_is_damage_and_the_checkpoint_before_is_take
         with Checkpointer(place) as checkpoints:
             checkpoints.remove_leftovers()
             assert checkpoints.steps() == [3, 7]
-
-
-def test_a_chunk_beyond_memory_is_told(signed):
-    """Of the size that the manifest states."""
-    directory, change = signed
-    (directory / "a/x/c/0").unlink()
-    sparse(directory / "a/x/c/0")
-    size = 2**38 - 1
-    os.truncate(directory / "a/x/c/0", 4 * size + 4)
-    change(arrays={"a/x": ARRAY | {"shape": [size], "chunk_shape": [size]}})
-    (problem,) = Checkpointer(directory.parent).verify(7)
-    assert "it has 1,099,511,627,776 bytes, more than" in problem

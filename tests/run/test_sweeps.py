@@ -2,24 +2,19 @@
 record.
 """
 
-import gc
 import os
 import re
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from shardwright.run import memory
-from shardwright.run.sweeps import Sweep
 
 ROOT = Path(__file__).parents[2]
 # As configs/base.yaml has them, in a program that needs no second to start.
@@ -133,34 +128,6 @@ def test_what_cannot_be_swept_is_refused(program, swept, message, tmp_path):
     assert (done.returncode, jobs(done)) == (1, [])
     assert message in done.stderr
     assert not [*tmp_path.glob("runs/*")]
-
-
-def test_a_failed_job_lets_go_of_its_memory(capsys):
-    class State:
-        pass
-
-    alive = []
-
-    def job():
-        state = State()
-        alive.append(weakref.ref(state))
-        raise RuntimeError("out of memory")
-
-    failed = JobReturn(overrides=[], status=JobStatus.FAILED)
-    try:
-        job()
-    except RuntimeError as error:
-        failed.return_value = error
-    gc.collect()
-    assert alive[0]() is not None
-    Sweep().on_job_end(
-        OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN, "job": {"override_dirname": "a-1"}}}),
-        failed,
-    )
-    assert alive[0]() is None
-    said = capsys.readouterr().err
-    assert said.startswith("Error executing job")
-    assert "in job\n" in said  # where it was
 
 
 # ---- peak memory ---------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.program import trackers
-from shardwright.settings import program
 from shardwright.settings.program import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +31,6 @@ def python(code: str, *arguments: str, **environment: str) -> subprocess.Complet
         ("train", ["local_test_synthetic", "training.batch_size (a whole number)"]),
         ("train model.module=moe", ["model.experts_per_token (a whole number) must be given"]),
         ("tools.generate", ["max_tokens (a whole number) = 200", "Most tokens to add to a prompt"]),
-        (
-            "tools.verify",
-            ["verify.devices (a whole number) = 8", "model.vocab (a whole number) must be given"],
-        ),
     ],
 )
 def test_help_lists_configurations_and_settings(program, shown):
@@ -55,14 +49,3 @@ def test_a_missing_package_is_one_line():
 
     assert missing("torch").startswith("Error: this needs the package torch, which ")
     assert missing("shardlib") is None
-
-
-def test_a_folder_of_its_name_is_no_package(tmp_path, monkeypatch):
-    """Python imports it, as a package without contents."""
-    (tmp_path / "mere_folder").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert program.has_package("hydra")
-    assert not program.has_package("mere_folder")
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", ("mere_folder", None))
-    with pytest.raises(ValueError, match=r"trackers\.names has wandb, which is not installed"):
-        trackers.check_installed(trackers.TrackersConfig(names=["wandb"]))

@@ -12,25 +12,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
-def test_where_it_came_from_is_shown_on_demand(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": "1"}
-    command = [sys.executable, "-m", "tools.inspect_data", "filespec=nowhere.zarr"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
-    assert "in _read_attributes" in done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_a_platform_that_jax_cannot_start(platform, tmp_path):
+def test_a_platform_that_jax_cannot_start(tmp_path):
     """As on any host without the plugin or the device: jax 0.10 asserts, or raises a
     RuntimeError.
     """
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": platform,
+        "JAX_PLATFORMS": "tpu",
         "HYDRA_FULL_ERROR": "0",
     }
     data = f"data.filespec={ROOT}/synthetic_dataset.zarr"
@@ -40,14 +28,14 @@ def test_a_platform_that_jax_cannot_start(platform, tmp_path):
     )
     assert done.returncode == 1
     assert done.stderr.startswith(
-        f"Error: JAX_PLATFORMS is {platform}, and JAX cannot start it. Check that"
+        "Error: JAX_PLATFORMS is tpu, and JAX cannot start it. Check that"
     )
-    assert f"'shardwright[{platform}]'" in done.stderr
+    assert "'shardwright[tpu]'" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
-STARTED = ["train", "tools.plan", "tools.generate", "shardwright train", "shardwright check"]
+STARTED = ["train", "tools.generate", "shardwright train"]
 
 
 def started(command: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
@@ -79,7 +67,7 @@ def test_outside_of_its_environment_a_program_names_what_is_missing(command):
     )
 
 
-@pytest.mark.parametrize("command", ["shardwright", "shardwright ladder", "shardwright init"])
+@pytest.mark.parametrize("command", ["shardwright", "shardwright ladder"])
 def test_help_in_ascii(command):
     done = started(f"{command} --help", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")

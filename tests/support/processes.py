@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.support.simulated import xla_flags
@@ -49,7 +49,6 @@ class Run:
         overrides: of the configuration, behind SMALL.
         hooks: Python source by process, run before the program; `root` is defined there.
         environment: by process, in place of distributed.coordinator, count and id.
-        cwd: their current directory.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class Run:
         *overrides: str,
         hooks: Mapping[int, str] | None = None,
         environment: Sequence[Mapping[str, str]] | None = None,
-        cwd: Path = ROOT,
     ):
         self.root, self.directory, self.started = root, root / "run", time.monotonic()
         root.mkdir(exist_ok=True, parents=True)
@@ -97,7 +95,7 @@ class Run:
                     *settings,
                 ]
                 self.processes.append(
-                    subprocess.Popen(program, cwd=cwd, env=env, stdout=out, stderr=err)
+                    subprocess.Popen(program, cwd=ROOT, env=env, stdout=out, stderr=err)
                 )
 
     def stdout(self, i: int) -> str:
@@ -137,22 +135,15 @@ class Run:
             process.kill()
             process.wait()
 
-    def wait_for_step(self, step: int) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
         """Returns when the metrics of `step` are written."""
-        self._wait_until(lambda: len(self.losses()) > step, f"step {step}")
-
-    def wait_for_file(self, name: str) -> None:
-        """Returns when a hook has made the file."""
-        self._wait_until((self.root / name).exists, name)
-
-    def _wait_until(self, is_so: Callable[[], bool], what: str, timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s
-        while not is_so():
+        while len(self.losses()) <= step:
             ended = [i for i in self._all() if self.processes[i].poll() is not None]
             if ended or time.monotonic() > deadline:
                 self.kill()
                 raise AssertionError(
-                    f"processes {ended} ended before {what}:\n{self.stderr((ended or [0])[0])}"
+                    f"processes {ended} ended before step {step}:\n{self.stderr((ended or [0])[0])}"
                 )
             time.sleep(0.02)
 
