@@ -15,7 +15,7 @@ from jax import lax
 from shardlib import shardops
 from shardlib.shardtypes import bool_, f32, i32, typed
 from tests.programs.program import right
-from tests.programs.right import key, logsumexp, offset, picked
+from tests.programs.right import key, offset
 
 
 def own(x, axis: str, size: int, dim: int = 0):
@@ -60,15 +60,6 @@ def top_2_experts_with_a_capacity_per_sequence(
 
 
 @right
-def balance_by_a_bias_from_global_loads(
-    x: f32["T/d M"], router: f32["M E"], bias: f32["E"]
-) -> f32["E"]:
-    chosen = lax.top_k(jax.nn.sigmoid(x @ router) + bias, 2)[1]
-    load = lax.psum(jnp.zeros(bias.shape).at[chosen.reshape(-1)].add(1.0), "d")
-    return bias + 1e-3 * jnp.sign(load.mean() - load)
-
-
-@right
 def tokens_sorted_by_expert_and_back(
     x: f32["T/d M"], router: f32["M E"], scale: f32["E"]
 ) -> f32["T/d M"]:
@@ -86,54 +77,6 @@ def attend(q, k, v, mask=True):
 
 def causal(n: int):
     return jnp.tri(n, dtype=bool)
-
-
-def rotated(x, where, base=100.0):
-    """Rotary embedding of the last dim at positions `where`, those of the dim before it."""
-    angles = where[:, None] * base ** -jnp.linspace(0, 1, x.shape[-1] // 2)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate(
-        [a * jnp.cos(angles) - b * jnp.sin(angles), a * jnp.sin(angles) + b * jnp.cos(angles)], -1
-    )
-
-
-@right
-def latent_attention(
-    x: f32["B/d L M"],
-    down: f32["M 8"],
-    rope: f32["M D"],
-    up: f32["8 2 K/t D"],
-    q: f32["M K/t 8"],
-    o: f32["K/t D M"],
-) -> f32["B/d L M"]:
-    latent = x @ down
-    k, v = jnp.einsum(
-        "blc,cjkd->jbkld", latent * lax.rsqrt(jnp.mean(latent**2, -1, keepdims=True) + 1e-6), up
-    )
-    shared = rotated(x @ rope, jnp.arange(x.shape[1]))[:, None]
-    k = jnp.concatenate([k, jnp.broadcast_to(shared, k.shape)], axis=-1)
-    q = jnp.einsum("blm,mkd->bkld", x, q)
-    q = jnp.concatenate([q[..., :4], rotated(q[..., 4:], jnp.arange(x.shape[1]))], axis=-1)
-    return lax.psum(jnp.einsum("bkld,kdm->blm", attend(q, k, v, causal(x.shape[1])), o), "t")
-
-
-@right
-def sliding_window_with_biases_of_global_heads(
-    q: f32["B/d K/t L D"], k: f32["B/d K/t L D"], v: f32["B/d K/t L D"]
-) -> f32["B/d K/t L D"]:
-    distance = jnp.arange(q.shape[2])[:, None] - jnp.arange(k.shape[2])
-    bias = -(2.0 ** -(1.0 + places("t", q.shape[1])))[:, None, None] * distance
-    scores = jnp.einsum("bkld,bksd->bkls", q, k) + bias
-    return jax.nn.softmax(jnp.where((distance >= 0) & (distance < 5), scores, -1e9)) @ v
-
-
-@right
-def positions_restarted_at_each_document(
-    starts: bool_["B/d L"], x: f32["B/d L D"]
-) -> f32["B/d L D"]:
-    where = jnp.arange(x.shape[1])
-    begin = lax.cummax(jnp.where(starts, where, 0), axis=1)
-    return jax.vmap(rotated)(x, where - begin)
 
 
 @right
@@ -183,38 +126,6 @@ def convolution_of_an_image_with_halos(
 
 
 @right
-def max_pooling_of_sharded_channels(x: f32["B/d H W F/t"]) -> f32["B/d 4 4 F/t"]:
-    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-
-
-@right
-def sampled_softmax(x: f32["B/d M"], table: f32["V/t M"], ids: i32["B/d"], k: key[""]) -> f32[""]:
-    def rows(ids):
-        local = ids - offset("t", table.shape[0])
-        found = (local >= 0) & (local < table.shape[0])
-        return lax.psum(
-            jnp.where(found[:, None], jnp.take(table, local, axis=0, mode="clip"), 0.0), "t"
-        )
-
-    sampled = jax.random.randint(k, (5,), 0, 16)
-    negatives = jnp.where(sampled == ids[:, None], -1e9, x @ rows(sampled).T)
-    logits = jnp.concatenate([jnp.sum(x * rows(ids), axis=1, keepdims=True), negatives], axis=1)
-    return lax.pmean(-jnp.mean(jax.nn.log_softmax(logits)[:, 0]), "d")
-
-
-@right
-def distillation_of_the_best_logits(
-    x: f32["B/d V/t"], teacher: f32["B/d 3"], ids: i32["B/d 3"]
-) -> f32[""]:
-    logp = (
-        jnp.stack([picked(x, ids[:, i], "t") for i in range(3)], axis=1)
-        - logsumexp(x, "t")[:, None]
-    )
-    p = jax.nn.softmax(teacher)
-    return lax.pmean(jnp.mean(jnp.sum(p * (jnp.log(p) - logp), axis=1)), "d")
-
-
-@right
 def nearest_code_of_a_sharded_codebook(
     x: f32["B/d D"], codes: f32["V/t D"]
 ) -> (i32["B/d"], f32["B/d D"]):
@@ -232,12 +143,6 @@ def largest_values_of_each_segment(x: f32["T/d M"], segment: i32["T/d"]) -> f32[
 
 
 @right
-def kronecker_factors_solved_for_sharded_columns(g: f32["M F/t"], x: f32["B/d M"]) -> f32["M F/t"]:
-    a = lax.pmean(x.T @ x / x.shape[0], "d") + jnp.eye(x.shape[1])
-    return jnp.linalg.solve(a, g)
-
-
-@right
 def low_rank_compression_of_a_gradient(
     g: f32["M/d F/t"], q: f32["F/t 2"]
 ) -> (f32["M/d F/t"], f32["F/t 2"]):
@@ -245,10 +150,6 @@ def low_rank_compression_of_a_gradient(
     p = own(jnp.linalg.qr(whole(p, "d"))[0], "d", g.shape[0])
     q = lax.psum(g.T @ p, "d")
     return p @ q.T, q
-
-
-def error(w, x):
-    return jnp.mean(jnp.square(jnp.tanh(x @ w)))
 
 
 @right
@@ -264,20 +165,6 @@ def gradient_through_rows_mapped_one_by_one(
         )
 
     return jax.grad(loss, (0, 1))(w, x)
-
-
-@right
-def sum_over_devices_before_the_sum_along_their_blocks(
-    x: f32["B/d M"], y: f32["B/d M"]
-) -> f32["M"]:
-    return jnp.sum(lax.psum(x, "d") - lax.psum(y, "d"), axis=0) + lax.psum(x, "d").sum(axis=0)
-
-
-@right
-def dropped_lookups_are_zero(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
-    at = ids - offset("t", table.shape[0])
-    at = jnp.where((at >= 0) & (at < table.shape[0]), at, table.shape[0])
-    return lax.psum(table.at[at].get(mode="fill", fill_value=0.0), "t")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -316,23 +203,6 @@ def implicit_gradient_of_an_equilibrium(w: f32["M M"], x: f32["B/d M"]) -> (f32[
 
 
 @right
-def switch_by_a_schedule(w: f32["M/d F/t"], g: f32["M/d F/t"], step: i32[""]) -> f32["M/d F/t"]:
-    rate = lax.switch(
-        step % 3, [lambda: 0.1, lambda: 0.01 * lax.psum(jnp.sum(g * g), ("d", "t")), lambda: 0.0]
-    )
-    return w - rate * g
-
-
-@right
-def loss_scale_lowered_by_any_overflow(
-    g: f32["M/d F/t"], scale: f32[""], good: i32[""]
-) -> (f32["M/d F/t"], f32[""], i32[""]):
-    finite = lax.pmin(jnp.all(jnp.isfinite(g)).astype(jnp.int32), ("d", "t")) == 1
-    g = jnp.where(finite, g / scale, 0.0)
-    return g, jnp.where(finite, scale, scale / 2), jnp.where(finite, good + 1, 0)
-
-
-@right
 def nucleus_of_gathered_logits(x: f32["B/d V/t"], keys: key["B/d"]) -> i32["B/d"]:
     x = same(x, "t", 1)
     ordered = jnp.sort(jax.nn.softmax(x), axis=-1)[:, ::-1]
@@ -356,13 +226,6 @@ def masks_as_arguments_and_results(
 
 
 @right
-def complex_rotations(x: f32["B/d L D"], q: f32["D 2"]) -> f32["B/d L D 2"]:
-    z = lax.complex(x, jnp.ones_like(x)) * lax.complex(q[:, 0], q[:, 1])
-    z = z * jnp.exp(1j * jnp.arange(x.shape[1], dtype=jnp.float32)[:, None])
-    return jnp.stack([z.real, jnp.conj(z).imag], axis=-1)
-
-
-@right
 @typed
 def causal_attention_by_typed_ops(
     x: f32["B/d L/t M"], w: f32["3 M/d K/t D"], o: f32["K/t D M/d"]
@@ -380,3 +243,11 @@ def causal_attention_by_typed_ops(
         "B/d K/t L D, K/t D M -> B/d L M +t", y, shardops.all_gather("K/t D M/d -> K/t D M", o)
     )
     return x + shardops.psum_scatter("B/d L M +t -> B/d L/t M", out)
+
+
+@right
+def switch_by_a_schedule(w: f32["M/d F/t"], g: f32["M/d F/t"], step: i32[""]) -> f32["M/d F/t"]:
+    rate = lax.switch(
+        step % 3, [lambda: 0.1, lambda: 0.01 * lax.psum(jnp.sum(g * g), ("d", "t")), lambda: 0.0]
+    )
+    return w - rate * g

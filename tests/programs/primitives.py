@@ -32,12 +32,6 @@ def max_pool_of_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d K"
     return lax.psum(max_pool(x @ w), "t")
 
 
-@right(vma=False)
-def gradient_of_a_pool_for_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t K"]) -> f32["B/d M"]:
-    pull = jax.vjp(max_pool, jnp.sin(jnp.arange(16.0)) + jnp.zeros((len(x), 16)))[1]
-    return lax.psum(pull(x @ w)[0], "t")
-
-
 @right
 def two_reductions_in_one(x: f32["B/d L"]) -> (f32["B/d"], f32["B/d"]):
     return tuple(lax.reduce((x, x), (0.0, 1.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (1,)))
@@ -65,11 +59,6 @@ def keys_of_rows(x: i32["B/d 2"]) -> f32["B/d"]:
     )
 
 
-@right
-def columns_subtracted_from(x: f32["B/d L"], y: f32["B/d 2"]) -> f32["B/d L"]:
-    return x.at[:, jnp.array([2, 0])].subtract(y)
-
-
 @wrong(vma=False)
 def window_of_all_rows_of_a_block(x: f32["B/d C"]) -> f32["B/d C"]:
     return lax.scatter(
@@ -91,3 +80,8 @@ def sums_of_8_bits_in_a_matmul_of_32(x: i32["B/d L"], w: i32["L M"]) -> i32["1 M
     total = jnp.sum(x.astype(jnp.int8) * jnp.int8(9), axis=0, dtype=jnp.int8)[None]
     w = w.astype(jnp.int8)
     return lax.psum(lax.dot(total, w, preferred_element_type=jnp.int32), "d")  # here
+
+
+@right
+def columns_subtracted_from(x: f32["B/d L"], y: f32["B/d 2"]) -> f32["B/d L"]:
+    return x.at[:, jnp.array([2, 0])].subtract(y)

@@ -34,15 +34,6 @@ def pairs_of_rows_by_strides(lp: f32["B/d"]) -> f32[""]:
 
 
 @right
-def replicas_that_train_by_themselves_and_meet(w: f32["R/d M"], x: f32["R/d B/t M"]) -> f32["M"]:
-    def step(own):
-        w, x = own
-        return w - 0.1 * lax.psum(jnp.tanh(x @ w) @ x, "t")
-
-    return lax.psum(jnp.sum(lax.map(step, (w, x)), 0), "d") / 8
-
-
-@right
 def layer_norm(x: f32["B/d L/t M"], scale: f32["M"], bias: f32["M"]) -> f32["B/d L/t M"]:
     normed = (x - jnp.mean(x, axis=-1, keepdims=True)) * lax.rsqrt(
         jnp.var(x, axis=-1, keepdims=True) + 1e-5
@@ -63,18 +54,6 @@ def mixture_of_depths_over_whole_positions(x: f32["B/d L M"], w: f32["M"]) -> f3
     rows = jnp.arange(x.shape[0])[:, None]
     best = lax.top_k(scores, 4)[1]
     return x.at[rows, best].add(jnp.tanh(x[rows, best]))
-
-
-def logsumexp(x, axis: str):
-    """Over the last dim, which is sharded over `axis`."""
-    peak = lax.pmax(lax.stop_gradient(jnp.max(x, axis=-1)), axis)
-    return peak + jnp.log(lax.psum(jnp.sum(jnp.exp(x - peak[..., None]), axis=-1), axis))
-
-
-def picked(x, ids, axis: str):
-    """Entry `ids` of the last dim, which is sharded over `axis`."""
-    hit = jax.nn.one_hot(ids - offset(axis, x.shape[-1]), x.shape[-1])
-    return lax.psum(jnp.sum(hit * x, axis=-1), axis)
 
 
 def cross_entropy(x, ids):
@@ -101,17 +80,6 @@ def contrastive_gradient_through_the_gather(b: f32["B/d M"], a: f32["B/d M"]) ->
     return jax.grad(loss)(b)
 
 
-@right(
-    whole=lambda table, ids: table[ids],
-    # The number of a block and the place in it are an id, and a device takes those of its own block
-    # alone.
-)
-def embedding_by_ids_within_blocks(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
-    n = table.shape[0]
-    own = ids // n == lax.axis_index("t")
-    return lax.psum(jnp.where(own[:, None], table[ids % n], 0.0), "t")
-
-
 @right(whole=lambda table, ids, g: jnp.zeros_like(table).at[ids].add(g))
 def embedding_gradient_scattered_by_shifted_ids(
     table: f32["V/t M"], ids: i32["B/d"], g: f32["B/d M"]
@@ -119,12 +87,6 @@ def embedding_gradient_scattered_by_shifted_ids(
     own = ids - lax.axis_index("t") * table.shape[0]
     own = jnp.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])
     return lax.psum(jnp.zeros_like(table).at[own].add(g, mode="drop"), "d")
-
-
-@right(whole=lambda x: x + jnp.arange(16.0))
-def positions_over_two_axes(x: f32["M/t/d"]) -> f32["M/t/d"]:
-    block = lax.axis_index("t") * lax.axis_size("d") + lax.axis_index("d")
-    return x + block * x.shape[0] + jnp.arange(x.shape[0])
 
 
 @right(whole=lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down)
@@ -162,18 +124,6 @@ def ulysses_attention(
     return lax.all_to_all(attention(q, k, v), "t", split_axis=1, concat_axis=2, tiled=True)
 
 
-@right(whole=lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v, axes=("d", "x"))
-def ring_attention(
-    q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]
-) -> f32["B/d L/x D"]:
-    total, weight = 0.0, 0.0
-    for _ in range(lax.axis_size("x")):
-        scores = jnp.exp(q @ k.swapaxes(1, 2))
-        total, weight = total + scores @ v, weight + jnp.sum(scores, axis=-1, keepdims=True)
-        k, v = lax.ppermute((k, v), "x", ring("x"))
-    return total / weight
-
-
 @right(
     whole=lambda q, k, v: (
         jax.nn.softmax(jnp.where(jnp.tri(16, dtype=bool), q @ k.swapaxes(1, 2), -1e9)) @ v
@@ -198,11 +148,6 @@ def causal_ring_attention_in_a_scan(
     start = (k, v, 0 * q[..., :1] - 1e9, 0 * q, 0 * q[..., :1])
     _, _, _, total, weight = lax.scan(step, start, jnp.arange(n))[0]
     return total / weight
-
-
-def window(x, width: int):
-    """Sum of weighted shifts of dim 1: a causal window."""
-    return sum(x[:, i : x.shape[1] - width + 1 + i] / (i + 1) for i in range(width))
 
 
 @right(
@@ -244,22 +189,9 @@ def rows_gathered_untiled_and_merged(x: f32["B/t M"], w: f32["B M"]) -> f32["M"]
 
 
 @right(vma=False)
-def columns_gathered_before_the_rows_and_moved(x: f32["B/d M/t"], w: f32["M F"]) -> f32["B/d F"]:
-    return lax.all_gather(x, "t").transpose(1, 0, 2).reshape(x.shape[0], -1) @ w
-
-
-@right(vma=False)
 def softmax_from_gathered_maxima(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
     e = jnp.exp(x - lax.all_gather(x.max(axis=-1), "t").max(axis=0)[:, None])
     return e / lax.all_gather(e.sum(axis=-1), "t").sum(axis=0)[:, None]
-
-
-@right
-def heads_exchanged_for_positions_untiled(x: f32["B/d L/t K D"]) -> f32["B/d L K/t D"]:
-    b, l, k, d = x.shape
-    n = lax.axis_size("t")
-    y = lax.all_to_all(x.reshape(b, l, n, k // n, d), "t", split_axis=2, concat_axis=1)
-    return y.reshape(b, n * l, k // n, d)
 
 
 @right
@@ -285,11 +217,6 @@ def buckets_of_distances(x: f32["B/d"], edges: f32["V"]) -> i32["B/d"]:
 
 
 @right
-def inverse_of_a_cumulative_distribution(p: f32["V"], u: f32["B/d"]) -> i32["B/d"]:
-    return jnp.searchsorted(jnp.cumsum(jax.nn.softmax(p)), jax.nn.sigmoid(u), side="right")
-
-
-@right
 def embedding_masked_after_a_projection(
     ids: i32["B/d L"], table: f32["V/t M"], w: f32["M F"]
 ) -> f32["B/d L F"]:
@@ -299,26 +226,10 @@ def embedding_masked_after_a_projection(
     return lax.psum(jnp.where(ok[..., None], y, 0.0), "t")
 
 
-@right
-def embedding_masked_after_a_scale(ids: i32["B/d L"], table: f32["V/t M"]) -> f32["B/d L M"]:
-    local = ids - lax.axis_index("t") * table.shape[0]
-    ok = (local >= 0) & (local < table.shape[0])
-    rows = table.at[local].get(mode="clip") * jnp.sqrt(1.0 * table.shape[1])
-    return lax.psum(rows * ok[..., None], "t")
-
-
 @right(vma=False)
 def sum_where_there_are_several_devices(x: f32["B/d M/t"], w: f32["M/t F"]) -> f32["B/d F"]:
     y = x @ w
     return lax.psum(y, "t") if lax.axis_size("t") > 1 else y
-
-
-@right(vma=False)
-def mean_over_devices_if_there_are_several(x: f32["B/d M"]) -> f32["M"]:
-    loss = x.mean(axis=0)
-    if lax.axis_size("d") > 1:
-        loss = lax.pmean(loss, "d")
-    return loss
 
 
 def scattered(x: jax.Array, w: jax.Array, first: int = 1, turns: int = 99):
@@ -336,11 +247,6 @@ def scattered(x: jax.Array, w: jax.Array, first: int = 1, turns: int = 99):
     return total
 
 
-@right
-def matmul_scattered_around_a_ring(x: f32["B M/t"], w: f32["M/t F"]) -> f32["B/t F"]:
-    return scattered(x, w)
-
-
 @right(vma=False)
 def matmul_scattered_in_a_loop_from_zero(x: f32["B M/t"], w: f32["M/t F"]) -> f32["B/t F"]:
     n, me = lax.axis_size("t"), lax.axis_index("t")
@@ -350,19 +256,6 @@ def matmul_scattered_in_a_loop_from_zero(x: f32["B M/t"], w: f32["M/t F"]) -> f3
         return lax.ppermute(total, "t", ring("t")) + blocks[(me - 1 - turn) % n] @ w
 
     return lax.fori_loop(0, n, add, jnp.zeros((blocks.shape[1], w.shape[1])))
-
-
-@right
-def attention_over_keys_in_a_ring_unrolled(
-    q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]
-) -> f32["L/t D"]:
-    n, above, below = lax.axis_size("t"), 0.0, 0.0
-    for i in range(n):
-        e = jnp.exp(jax.nn.sigmoid(q @ k.T))
-        above, below = above + e @ v, below + e.sum(axis=1)
-        if i < n - 1:
-            k, v = (lax.ppermute(x, "t", ring("t")) for x in (k, v))
-    return above / below[:, None]
 
 
 @right
@@ -376,24 +269,10 @@ def gathered_matmul_of_passing_blocks(x: f32["B/t M"], w: f32["M F/t"]) -> f32["
     return y
 
 
-@right
-def nearest_key_of_all_in_a_ring(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
-    n, best = lax.axis_size("t"), jnp.max(q @ k.T, axis=1)
-    for _ in range(n - 1):
-        k = lax.ppermute(k, "t", ring("t"))
-        best = jnp.maximum(best, jnp.max(q @ k.T, axis=1))
-    return best
-
-
 @right(whole=lambda x: jnp.sin(x))
 def broadcast_from_the_first_device_of_two_axes(x: f32["M"]) -> f32["M"]:
     is_first = (lax.axis_index("d") == 0) & (lax.axis_index("t") == 0)
     return jnp.sin(lax.psum(jnp.where(is_first, x, 0), ("d", "t")))
-
-
-@right(whole=lambda x: x)
-def broadcast_from_the_first_device_by_its_number(x: f32["M"]) -> f32["M"]:
-    return lax.psum(jnp.where(lax.axis_index(("d", "t")) == 0, x, 0), ("d", "t"))
 
 
 def scores(q, k):
@@ -402,18 +281,6 @@ def scores(q, k):
 
 def decoded(q, k, v):
     return jnp.einsum("bks,bskd->bkd", jax.nn.softmax(scores(q, k)), v)
-
-
-@right(whole=decoded)
-def decoding_scaled_within_the_einsum(
-    q: f32["B/d K D"], k: f32["B/d S/t K D"], v: f32["B/d S/t K D"]
-) -> f32["B/d K D"]:
-    s = scores(q, k)
-    own = jnp.max(s, axis=-1)
-    e, scale = jnp.exp(s - own[..., None]), jnp.exp(own - lax.pmax(own, "t"))
-    ones = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-    total = lax.psum(jnp.einsum("bks,bskd,bk->bkd", e, ones, scale), "t")
-    return total[..., :-1] / total[..., -1:]
 
 
 @right(whole=decoded)
@@ -429,23 +296,11 @@ def decoding_combined_by_logarithms_of_sums(
     return lax.psum(y * share, "t") / lax.psum(share, "t")
 
 
-@right(whole=lambda x: jax.nn.softmax(x, axis=1))
-def softmax_with_own_maxima_over_two_axes(x: f32["B V/t/d"]) -> f32["B V/t/d"]:
-    own = jnp.max(x, axis=1, keepdims=True)
-    e, scale = jnp.exp(x - own), jnp.exp(own - lax.pmax(own, ("t", "d")))
-    return e * scale / lax.psum(jnp.sum(e, axis=1, keepdims=True) * scale, ("t", "d"))
-
-
 @right(whole=lambda table: table[:12])
 def rows_looked_up_by_positions(table: f32["V/t M"]) -> f32["12 M"]:
     own = jnp.arange(12) - offset("t", table.shape[0])
     found = (own >= 0) & (own < table.shape[0])
     return lax.psum(jnp.where(found[:, None], jnp.take(table, own, axis=0), 0), "t")
-
-
-@right
-def noise_by_a_large_seed(x: f32["L/t"]) -> f32["L/t"]:
-    return x * jax.random.normal(jax.random.key(20240101))
 
 
 def first_largest(x, is_here):
