@@ -1,10 +1,7 @@
 """bench.chip: the parts that it measures, and what fails in them."""
 
 import json
-import os
-import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -57,19 +54,6 @@ PRINTED = {  # what each program prints, and the rows that are read from it
         ],
     ),
 }
-
-
-def call(*arguments: str) -> subprocess.CompletedProcess:
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "bench.chip", *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
-
-
-@pytest.mark.long
-def test_this_machine():
-    done = call()
-    assert done.stdout.splitlines()[0] == "devices: 1 x cpu"
-    assert done.stdout.splitlines()[-1] == "hardware=cpu hardware.chip=cpu"
 
 
 def test_a_part_that_does_not_exist(tmp_path, capsys):
@@ -168,26 +152,6 @@ def test_a_part_that_hangs_ends_with_what_it_started(programs, monkeypatch):
     )
 
 
-def test_without_time_left_it_runs_nothing_and_says_so(programs, capsys):
-    chip.main(["minutes=0.1", f"out={programs}"])
-    assert table(programs) == [[name, "not run", "call again"] for name in NAMES]
-    assert f"Call again for {', '.join(NAMES)}." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("printed", "head"), [("hardware=gpu", "result"), ("hardware=cpu", "rehearsal")]
-)
-def test_the_table_of_a_cpu_is_headed_as_a_rehearsal(programs, monkeypatch, printed, head):
-    monkeypatch.setattr(chip, "PARTS", PARTS[:1])
-    monkeypatch.setattr(
-        chip,
-        "command_of",
-        lambda *_: ["printed", f"devices: 1 x it\n{printed}", str(programs / "x")],
-    )
-    chip.main(["minutes=1", f"out={programs}"])
-    assert (programs / "chip.md").read_text().splitlines()[0] == f"| part | measured | {head} |"
-
-
 def test_a_damaged_result_is_measured_again(programs):
     programs.mkdir()
     (programs / "devices.json").write_text('{"rows": 7}')
@@ -211,24 +175,3 @@ def test_the_commands_of_parts(tmp_path, printed):
     assert any(
         word.startswith(f"{tmp_path}/") for word in command_of(PARTS[NAMES.index("chip")], tmp_path)
     )
-
-
-def test_the_script_names_a_python_that_is_too_old(tmp_path):
-    """Like python3 of Ubuntu 22.04. It sets nothing up."""
-    python = tmp_path / "python3"
-    python.write_text(
-        f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 10, 12); $2"\n'
-    )
-    python.chmod(0o755)
-    env = os.environ | {"PYTHON": str(python)}
-    done = subprocess.run(
-        ["bash", ROOT / "bench/chip.sh"], env=env, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 1
-    assert "is Python 3.10; give one with PYTHON=" in done.stderr
-    assert done.stdout == ""
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no shellcheck")
-def test_the_script_is_sound():
-    subprocess.run(["shellcheck", ROOT / "bench/chip.sh"], check=True)

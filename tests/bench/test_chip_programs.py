@@ -27,21 +27,6 @@ def test_each_implementation_of_attention_agrees_with_f32(capsys):
     assert all(0 < float(error) < 1e-2 for _, error in found)
 
 
-def test_one_that_fails_is_noted_and_the_rest_goes_on(monkeypatch, capsys):
-    monkeypatch.setattr(program.attention_paths, "run", lambda path, *_, block: 1 / 0)
-    main("attention", "--lengths", 128, "--tokens", 128, "--heads", 1, "--width", 16)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "blockwise, 128 tokens, documents: ZeroDivisionError: division by zero"
-    assert "TFLOP/s" in lines[2]
-
-
-def test_a_matmul_with_each_option(capsys):
-    main("rates", "--size", 64)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(", ")[1].split(":")[0] for line in lines] == [*program.OPTIONS]
-    assert all(line.endswith(" TFLOP/s") for line in lines)
-
-
 @pytest.mark.parametrize(
     ("like", "peak"), [("cpu", 50e9), ("a100", chip_of("a100").peak["bf16"]), (None, 50e9)]
 )

@@ -1,14 +1,9 @@
 """Programs of other chips: the options they are compiled by, and what is read from them."""
 
 import gzip
-import importlib
 import json
-import types
-from pathlib import Path
 
-import jax
 import pytest
-import yaml
 
 from bench.plan import compilers, programs, trainers
 from shardwright.inspect.operation import OPCODES, sent_in_ring
@@ -61,12 +56,6 @@ def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
     assert "state: 1 of 2 within 1 %" in said
 
 
-def test_a_name_that_is_not_known(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        compilers.main(["--out", str(tmp_path), "--chips", "h1000"])
-    assert "invalid choice: 'h1000' (choose from" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("op", "bytes"), [("all_gather", 84), ("psum_scatter", 84), ("psum", 168), ("ppermute", 96)]
 )
@@ -75,54 +64,3 @@ def test_bytes_that_a_plan_sends_are_those_of_a_ring(op, bytes):
     parts.
     """
     assert 2 * sent_in_ring(OPCODES[op], 48, 8) == bytes
-
-
-ROOT = Path(__file__).parents[2]
-ON_GPUS = yaml.safe_load((ROOT / "configs/hardware/gpu.yaml").read_text())["hardware"][
-    "compiler_options"
-]
-ADDED = {
-    "xla_gpu_autotune_level": 0,
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_gpu_collect_cost_model_stats": True,
-}
-"""What a missing device needs, and what annotates operations with seconds."""
-
-
-def test_what_a_run_on_gpus_relies_on_is_stated():
-    """XLA's defaults are the same for Hopper, but not for every GPU, and may change."""
-    assert ON_GPUS["xla_gpu_enable_latency_hiding_scheduler"] is True
-    assert ON_GPUS["xla_gpu_enable_analytical_sol_latency_estimator"] is True
-
-
-@pytest.mark.parametrize(
-    ("module", "row", "options"),
-    [
-        (trainers, ("124m_r4d8", "ours"), ON_GPUS),
-        (trainers, ("124m_d8", "plain-jax"), {}),
-        (trainers, ("ring_32k", "ours"), ON_GPUS),
-        (compilers, ("84m_d8",), ON_GPUS),
-    ],
-)
-def test_benchmarks_compile_by_the_options_of_a_run(tmp_path, monkeypatch, module, row, options):
-    """And nothing else but ADDED, whatever XLA is installed."""
-    given = []
-
-    def compile(compiler_options):
-        given.append(compiler_options)
-        memory = types.SimpleNamespace(peak_memory_in_bytes=5)
-        return types.SimpleNamespace(as_text=lambda: TEXT, memory_analysis=lambda: memory)
-
-    lowered = types.SimpleNamespace(compile=compile)
-    monkeypatch.setattr(module, "devices_of", lambda chip, count, hosts=None: jax.devices()[:count])
-    monkeypatch.setattr(programs.devices, "known_options", lambda options, say: dict(options))
-    if module is trainers and row[0] not in trainers.ALONE:
-        peer = importlib.import_module(f"bench.throughput.peers.{trainers.TRAINERS[row[1]]}")
-        monkeypatch.setattr(peer.Contestant, "lowered", lambda job, devices: lowered)
-    else:
-        monkeypatch.setattr(
-            module, "trace_step", lambda c, model: types.SimpleNamespace(lower=lambda: lowered)
-        )
-    programs.write(tmp_path / "row", module.lowered, "h100", *row)
-    assert given == [options | ADDED]
-    assert json.loads((tmp_path / "row.json").read_text())["peak_bytes"] == 5

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 import train
-from bench.throughput.__main__ import MODULES, SIZES, jobs_of, line_of, main
-from bench.throughput.peers.job import Job, Shapes, batches
+from bench.throughput.__main__ import MODULES, SIZES, line_of, main
+from bench.throughput.peers.job import Job, Shapes
 from bench.throughput.peers.ours import config_of
 from shardwright.program.flops import flops_of_model
 
@@ -78,18 +78,6 @@ def test_peers_train_the_same_model(contestant, changes, ours):
     dtype = changes.get("dtype", "f32")
     np.testing.assert_allclose(found, ours[dtype], rtol=TOLERANCE[dtype])
     assert found[STEPS - 2] < found[0] - 0.5  # the same batch, some updates later
-
-
-def test_a_job_and_its_configuration():
-    assert Job.from_json(JOB.to_json()) == JOB
-    np.testing.assert_array_equal([*batches(JOB)], [*batches(JOB)])
-    c = config_of(dataclasses.replace(JOB, platform="gpu", dtype="bf16"))
-    assert (c.training.compute_dtype, c.model.rope_base, c.optimizer.clip_norm) == (
-        "bf16",
-        100.0,
-        0.5,
-    )
-    assert list(jobs_of("1b", ["ours", "torch"], "bf16", "gpu")) == ["floor", "ours", "torch"]
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------

@@ -1,9 +1,6 @@
 """Small runs of the tokenization tool, and what they leave."""
 
 import json
-import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ from shardwright.data.text import sources
 from shardwright.tools import huggingface_to_flat_tokens as tool
 from shardwright.tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 
-ROOT = Path(__file__).parents[2]
 SIZES = [
     (writer, "INNER_CHUNK", 64),
     (writer, "TOKENS_SHARD", 2048),
@@ -23,29 +19,19 @@ SIZES = [
     (tool, "STATE_SECONDS", 0.0),
 ]
 
-DRIVER = """
-import time
-from shardwright.settings.program import run_program
-from shardwright.data.text.tokenizers import Tokenizer
-from shardwright.tools import huggingface_to_flat_tokens as tool
-{sizes}
-tool.check_overlap = lambda *_: None  # both splits may read the same
-# Slow enough to be killed within.
-encode = Tokenizer.encode
-Tokenizer.encode = lambda self, texts: (time.sleep({seconds}), encode(self, texts))[1]
-if __name__ == "__main__":
-    run_program("huggingface_to_flat_tokens", tool.Settings, tool.run)
-"""
+
+def make_small(patch):
+    """Files of few tokens, blocks of few documents, a state after each block; both splits may read
+    the same.
+    """
+    patch.setattr(tool, "check_overlap", lambda *_: None)
+    for module, name, value in SIZES:
+        patch.setattr(module, name, value)
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """Files of few tokens, blocks of few documents, a state after each block; both splits may read
-    the same.
-    """
-    monkeypatch.setattr(tool, "check_overlap", lambda *_: None)
-    for module, name, value in SIZES:
-        monkeypatch.setattr(module, name, value)
+    make_small(monkeypatch)
 
 
 def random_texts(num_texts, seed=0, longest=80):
@@ -80,18 +66,6 @@ def config(out, files, **settings):
         splits[split] = SplitConfig(files=list(files), **given)
     defaults = {"tokenizer": TokenizerConfig(end_token="</s>"), "num_workers": 1}
     return Settings(**{"out": str(out)} | splits | defaults | settings)
-
-
-def driver(directory, seconds):
-    """A command line that runs the tool with small sizes, `seconds` of sleep for each block."""
-    path = directory / "driver.py"
-    sizes = "\n".join(
-        f"import {module.__name__}\n{module.__name__}.{name} = {value}"
-        for module, name, value in SIZES
-    )
-    path.write_text(DRIVER.format(sizes=sizes, seconds=seconds))
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return [sys.executable, str(path), f"--config-path={ROOT}/tools/configs"], env
 
 
 PROBES = [

@@ -7,10 +7,8 @@ import importlib
 import io
 import json
 import math
-import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax
@@ -28,7 +26,6 @@ from shardwright.settings.program import refusal
 from shardwright.tools import checkpoint_to_huggingface
 from shardwright.tools.evaluate import MeshChoice, OpenRun, Settings, StepChoice, evaluate
 from tests.support import tiny
-from tests.support.own_model import imported
 
 pytestmark = pytest.mark.long
 
@@ -119,14 +116,12 @@ def theirs(run, tmp_path_factory):
     """The exported run: its directory, and a function from tokens, the first of which is only read,
     to their losses.
     """
-    torch = pytest.importorskip(
-        "torch", reason="the Llama oracle needs torch, installed on Python 3.11 only"
-    )
-    transformers = pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
+    torch = pytest.importorskip("torch")  # of Python 3.11 only
+    transformers = pytest.importorskip("transformers")
     output = tmp_path_factory.mktemp("exported") / "model"
+    given = {"output": str(output), "dtype": "f32", "check": False}
     checkpoint_to_huggingface.run(
-        checkpoint_to_huggingface.Settings(str(run), output=str(output), dtype="f32", check=False),
-        lambda _: None,
+        checkpoint_to_huggingface.Settings(str(run), **given), lambda _: None
     )
     llama = transformers.AutoModelForCausalLM.from_pretrained(output)
 
@@ -211,43 +206,30 @@ def tasks(tmp_path):
 
 @pytest.mark.filterwarnings("default")
 def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
-    lm_eval = pytest.importorskip(
-        "lm_eval", reason="the harness needs lm-eval: pip install -e '.[eval]'"
-    )
+    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
     pytest.importorskip("accelerate", reason="lm-eval's own model needs accelerate")
     names = [f"local_{name}" for name in TASKS]
     manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=str(tasks))
     options = {"tasks": names, "task_manager": manager, "bootstrap_iters": 0}
+    given = {"pretrained": str(theirs[0]), "device": "cpu", "dtype": "float32"}
+    given["max_length"] = SEQ_LEN
 
-    def of_hf(**arguments):
-        model = {
-            "pretrained": str(theirs[0]),
-            "device": "cpu",
-            "dtype": "float32",
-            "max_length": SEQ_LEN,
-        }
-        return lm_eval.simple_evaluate(model="hf", model_args=model | arguments, **options)
+    def flat(x):
+        return np.ravel(np.array(x["resps"], dtype=object)).tolist()
 
-    found = lm_eval.simple_evaluate(
-        model=OpenRun(Settings(run=str(run))).language_model(), **options
-    )
-    for expected, compared in ((of_hf(), names[::2]), (of_hf(add_bos_token=False), names[1:2])):
+    model = OpenRun(Settings(run=str(run))).language_model()
+    found = lm_eval.simple_evaluate(model=model, **options)
+    for arguments, compared in (({}, names[::2]), ({"add_bos_token": False}, names[1:2])):
+        expected = lm_eval.simple_evaluate(model="hf", model_args=given | arguments, **options)
         for name in compared:
-            for metric, value in expected["results"][name].items():
+            ours, theirs_ = (each["results"][name] for each in (found, expected))
+            for metric, value in theirs_.items():
                 if isinstance(value, float):
-                    assert found["results"][name][metric] == pytest.approx(value, rel=1e-5), (
-                        name,
-                        metric,
-                    )
-            for ours, theirs_ in zip(
-                found["samples"][name], expected["samples"][name], strict=True
-            ):
-                assert ours["arguments"] == theirs_["arguments"]
-
-                def flat(x):
-                    return np.ravel(np.array(x["resps"], dtype=object)).tolist()
-
-                for a, b in zip(flat(ours), flat(theirs_), strict=True):
+                    assert ours[metric] == pytest.approx(value, rel=1e-5), (name, metric)
+            samples = (each["samples"][name] for each in (found, expected))
+            for x, y in zip(*samples, strict=True):
+                assert x["arguments"] == y["arguments"]
+                for a, b in zip(flat(x), flat(y), strict=True):
                     assert a == (pytest.approx(b, rel=1e-4) if isinstance(b, float) else b)
     command = evaluated(run, tasks=names[:1], task_path=str(tasks))
     assert command["results"][names[0]]["acc,none"] == found["results"][names[0]]["acc,none"]
@@ -255,42 +237,13 @@ def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
         evaluated(run, tasks=["nowhere"], task_path=str(tasks))
 
 
-def test_the_example_of_the_page(run, monkeypatch):
-    """docs/evaluation.md, with a harness that only notes what it is asked."""
-    page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    harness = types.ModuleType("lm_eval")
-    harness.simple_evaluate = lambda **asked: asked
-    monkeypatch.setitem(sys.modules, "lm_eval", harness)
-    monkeypatch.setattr(
-        "shardwright.tools.evaluate.language_model", lambda scorer, tokenizer, weights: scorer
-    )
-    names = {}
-    exec(code.replace("runs/<name>", str(run)), names)
-    assert names["results"]["model"].length == SEQ_LEN
-    assert names["results"]["tasks"] == ["hellaswag"]
-
-
-def test_without_lm_eval_its_extra_is_named(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ModuleNotFoundError) as error:
-        evaluated(run, tasks=["arc_easy"])
-    assert "pip install -e '.[eval]'" in refusal(error.value)
-
-
 # ---- the tool ------------------------------------------------------------------------------------
 
 
 def test_the_command(run, tmp_path):
     out = tmp_path / "result.json"
-    command = [
-        sys.executable,
-        "-m",
-        "tools.evaluate",
-        f"run={run}/checkpoints/0000000002",
-        f"out={out}",
-        "mesh.t=4",
-    ]
+    command = [sys.executable, "-m", "tools.evaluate", f"run={run}/checkpoints/0000000002"]
+    command += [f"out={out}", "mesh.t=4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found, event = json.loads(out.read_text()), logged(run)[0]
     assert found["loss"] == pytest.approx(event["loss"], rel=1e-6)
@@ -303,34 +256,31 @@ def test_the_command(run, tmp_path):
     [
         ({"data": "a", "tasks": ["b"]}, r"give one of data and tasks; data and tasks is given"),
         ({"data": "nowhere.jsonl"}, r"No text file matches 'nowhere.jsonl'"),
-        (
-            {"tasks": ["choices"], "mesh": StepChoice(d=1, c=8)},
-            r"mesh\.c=8: tasks, which may sample, have a mesh of r, d and t",
-        ),
+        ({"tasks": ["x"], "mesh": StepChoice(d=1, c=8)}, r"mesh\.c=8: tasks, which may sample"),
     ],
 )
 def test_what_a_user_can_get_wrong(run, settings, message):
     with pytest.raises(ValueError, match=message):
-        evaluated(**{"run": run} | settings)
+        evaluated(run, **settings)
 
 
-WRONG_ON_A_MESH = """
-import train
-from shardlib import shardops
-from shardwright.modeling import settings
-ModelConfig = settings.ModelConfig
-class Model(train.Llama):
+def test_without_lm_eval_its_extra_is_named(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ModuleNotFoundError) as error:
+        evaluated(run, tasks=["arc_easy"])
+    assert "pip install -e '.[eval]'" in refusal(error.value)
+
+
+class WrongOnAMesh(train.Llama):
+    """Multiplies by the sequences of the device."""
+
     def layer(self, x, w, tokens, attention):
-        return super().layer(x, w, tokens, attention) * x.shape[0]  # sequences of the device
-"""
+        return super().layer(x, w, tokens, attention) * x.shape[0]
 
 
-def test_a_mesh_that_the_run_was_not_proved_on_is_refused(tmp_path):
-    c = tiny.config(tiny.model(vocab=320, layers=1, module="wrong_on_a_mesh"), eval_batches=1)
-    c.data = DataConfig(filespec=write_dataset(tmp_path / "data.zarr", TEXTS))
-    c.training = dataclasses.replace(c.training, steps=1, seq_len=SEQ_LEN, checkpoint_interval=1)
-    with imported("wrong_on_a_mesh", WRONG_ON_A_MESH, tmp_path):
-        with jax.set_mesh(tiny.mesh("one device")):
-            train.train(c, load_model(c.model), tmp_path / "run")
-        with pytest.raises(ShardError, match=r"wrong_on_a_mesh\.py:\d+"):
-            evaluated(tmp_path / "run", trust=True, mesh=MeshChoice(d=8, t=1))
+def test_another_model_and_one_that_is_wrong_on_the_mesh_are_refused(run, monkeypatch):
+    monkeypatch.setattr("shardwright.tools.evaluate.load_model", WrongOnAMesh)
+    with pytest.raises(ValueError, match="it computes something else in evaluation"):
+        evaluated(run)
+    with pytest.raises(ShardError, match=r"test_evaluate\.py:\d+"):
+        evaluated(run, other_source=True)

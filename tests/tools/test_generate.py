@@ -19,7 +19,6 @@ from rich.console import Console
 
 import train
 from shardwright.data.loader import DataConfig, StreamConfig
-from shardwright.data.text import definitions
 from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer
 from shardwright.modeling.model import load_model
 from shardwright.sampling.samples import Samples
@@ -104,16 +103,14 @@ def samples_of(c, directory):
 def test_prompts_that_cannot_be_encoded_are_errors_before_the_first_step(tmp_path):
     c = settings(tmp_path)
     c.data = DataConfig(filespec=str(ROOT / "synthetic_dataset.zarr"))
+    encode = r"sample_prompts: cannot encode 'It is'.* Set training"
+    known = r"sample_prompts: .*'It is' has the token id 76; .* 0 to 63"
     with jax.set_mesh(tiny.mesh("d=8")):
-        with pytest.raises(
-            ValueError, match=r"sample_prompts: cannot encode 'It is'.* Set training"
-        ):
+        with pytest.raises(ValueError, match=encode):
             samples_of(c, tmp_path)
         c = settings(tmp_path)
         c.model.vocab = 64
-        with pytest.raises(
-            ValueError, match=r"sample_prompts: .*'It is' has the token id 76; .* 0 to 63"
-        ):
+        with pytest.raises(ValueError, match=known):
             samples_of(c, tmp_path)
 
 
@@ -121,9 +118,8 @@ def test_a_sample_that_fails_is_one_warning(tmp_path, capsys, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("as a model may that trains")
 
-    monkeypatch.setattr(
-        "shardwright.sampling.samples.Sampler", lambda *_, **__: SimpleNamespace(generate=fails)
-    )
+    sampler = "shardwright.sampling.samples.Sampler"
+    monkeypatch.setattr(sampler, lambda *_, **__: SimpleNamespace(generate=fails))
     with jax.set_mesh(tiny.mesh("d=8")):
         samples = samples_of(settings(tmp_path), tmp_path)
         for _ in range(2):
@@ -136,36 +132,16 @@ def test_a_sample_that_fails_is_one_warning(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_prompt_of_ids_is_that_of_its_text(run, tmp_path):
-    """Read, continued and ended by the tokenizer of the run."""
-    quiet = Console(file=io.StringIO())
-    of_text, of_ids = (
-        generate(Settings(str(run), max_tokens=12, temperature=0.8, **prompt), quiet)
-        for prompt in ({"prompt": "It is"}, {"prompt_ids": [3 + byte for byte in b"It is"]})
-    )
-    assert of_text == of_ids
-
-
-@pytest.mark.long
 def test_the_command(run, tmp_path):
     """With a prompt that Hydra's grammar would not take."""
     prompt, output = 'so, "it" is', tmp_path / "texts.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "tools.generate",
-        f"run={run}",
-        "step=3",
-        f"prompt={prompt}",
-        "max_tokens=3",
-    ]
-    command += ["samples=2", "top_k=5", "seed=1", "stop=[]", f"output={output}", "mesh.d=8"]
+    command = [sys.executable, "-m", "tools.generate", f"run={run}", "step=3", f"prompt={prompt}"]
+    command += ["max_tokens=3", "samples=2", "top_k=5", "seed=1", "stop=[]"]
+    command += [f"output={output}", "mesh.d=8"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     lines = read(output)
-    assert [(line["prompt"], line["sample"], len(line["ids"])) for line in lines] == [
-        (prompt, 0, 3),
-        (prompt, 1, 3),
-    ]
+    found = [(line["prompt"], line["sample"], len(line["ids"])) for line in lines]
+    assert found == [(prompt, 0, 3), (prompt, 1, 3)]
     assert bytes(i - 3 for i in lines[0]["prompt_ids"]).decode() == prompt
     assert lines[0]["ids"] != lines[1]["ids"]
     assert f"{prompt}▸" in done.stdout
@@ -196,9 +172,8 @@ def test_what_a_user_can_get_wrong(run, changes, message):
 @pytest.mark.long
 def test_without_a_tokenizer_a_prompt_may_be_ids(run, monkeypatch):
     monkeypatch.setattr("shardwright.tools.generate.read_tokenizer", lambda *_: Tokenizer())
-    with pytest.raises(
-        ValueError, match=r"cannot encode 'a', .* Or give the prompt as ids: prompt_ids=\[1,2,3\]"
-    ):
+    message = r"cannot encode 'a', .* Or give the prompt as ids: prompt_ids=\[1,2,3\]"
+    with pytest.raises(ValueError, match=message):
         generate(Settings(run=str(run), prompt="a"))
 
 
@@ -226,51 +201,30 @@ def test_a_file_of_prompts(tmp_path):
     named.
     """
 
-    def read(name, text):
-        return (
-            (tmp_path / name).write_text(text, newline=""),
-            read_prompts(Settings("x", prompts_file=str(tmp_path / name))),
-        )[1]
+    def prompts(name, text):
+        (tmp_path / name).write_text(text, newline="")
+        return read_prompts(Settings("x", prompts_file=str(tmp_path / name)))
 
-    prompts = ["one", "", " two\n\u2028 ", 'say "so"']
-    lines = [
-        json.dumps({"prompt": prompt, "text": "left out"}, ensure_ascii=False) for prompt in prompts
-    ]
-    assert read("a.jsonl", "\n".join(lines) + "\n") == prompts
-    assert read("a.txt", 'one\n\n two\r\n{"prompt": 1}') == ["one", "", " two", '{"prompt": 1}']
-    assert read("a.txt", "a\u2028b\n") == ["a\u2028b"]
+    given = ["one", "", " two\n\u2028 ", 'say "so"']
+    lines = [json.dumps({"prompt": x, "text": "left out"}, ensure_ascii=False) for x in given]
+    assert prompts("a.jsonl", "\n".join(lines) + "\n") == given
+    assert prompts("a.txt", 'one\n\n two\r\n{"prompt": 1}') == ["one", "", " two", '{"prompt": 1}']
+    assert prompts("a.txt", "a\u2028b\n") == ["a\u2028b"]
     for name in ("none.txt", "none.jsonl"):
         with pytest.raises(ValueError, match=rf"{name} has no prompt"):
-            read(name, "\n")
-    with pytest.raises(
-        ValueError, match=r"b.jsonl, line 2: prompt is 1; it must be a text. Correct it"
-    ):
-        read("b.jsonl", '{"prompt": ""}\n{"prompt": 1}\n')
+            prompts(name, "\n")
+    message = r"b.jsonl, line 2: prompt is 1; it must be a text. Correct it"
+    with pytest.raises(ValueError, match=message):
+        prompts("b.jsonl", '{"prompt": ""}\n{"prompt": 1}\n')
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Hello, world",
-        'say "so"',
-        '"so"',
-        "it's",
-        "back\\",
-        '\\"',
-        'a\\\\" b',
-        "a\nb",
-        "",
-        "${x}",
-        r"\\${x}",
-        "3",
-    ],
-)
+SIGNS = ["it's, so", '"so"', "back\\", '\\"', 'a\\\\" b', "a\nb", "", "${x}", r"\\${x}", "3"]
+
+
+@pytest.mark.parametrize("text", SIGNS)
 def test_a_prompt_on_the_command_line_is_taken_sign_by_sign(text):
-    def parsed(argument):
-        override = OverridesParser.create().parse_override(quote_prompt(argument))
-        return OmegaConf.to_object(OmegaConf.create({"value": override.value()}))["value"]
-
-    assert parsed(f"prompt={text}") == text
+    override = OverridesParser.create().parse_override(quote_prompt(f"prompt={text}"))
+    assert OmegaConf.to_object(OmegaConf.create({"value": override.value()}))["value"] == text
     assert quote_prompt("top_k=5") == "top_k=5"
 
 
@@ -284,17 +238,3 @@ def test_bytes():
     assert tokenizer.decode([*ids, 0, 1, 2, 259, 300]) == "é!"
     assert tokenizer.continuation(ids[:2], ids[2:]) == "!"
     assert tokenizer.continuation(ids[:1], ids[1:]) == "\ufffd!"  # a character cut in two
-
-
-def test_a_vocabulary_of_pieces():
-    tokenizer = Tokenizer(definitions.train_bpe([TEXT] * 3, 300), "<|end|>")
-    ids = tokenizer.ids("It is a truth")
-    assert len(ids) < 13
-    assert tokenizer.decode(ids) == "It is a truth"
-    assert tokenizer.continuation(ids[:2], ids[2:]) == "It is a truth".removeprefix(
-        tokenizer.decode(ids[:2])
-    )
-    # text that quotes the token is not the token
-    assert tokenizer.end not in tokenizer.ids("<|end|>")
-    assert tokenizer.decode([*ids[:1], tokenizer.end]).endswith("<|end|>")
-    assert tokenizer.decode([99_999]) == ""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import zarr
 from omegaconf import OmegaConf
 
@@ -22,28 +23,15 @@ from shardwright.tools import huggingface_to_flat_tokens as tool
 from shardwright.tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 from tests.support.numpy_checks import check_modules
 from tests.support.shipped import load
+from tests.support.tokenization import write_jsonl
 
 # Not text.definitions, whose large dictionaries take long to check.
 check_modules(flat_tokens)
 check_modules(sources, text_tokenizers, tool)
 
 ROOT = Path(__file__).parents[2]
-TEXTS = [
-    "Hello, world!",
-    "naïve café — 東京",
-    "a",
-    "x" * 300,
-    " leading and trailing ",
-    "</s>",
-    "<|end|> is no end",
-] * 3
-
-
-def write_jsonl(path, texts, field="text"):
-    path.write_text(
-        "".join(json.dumps({field: text, "n": i}) + "\n" for i, text in enumerate(texts))
-    )
-    return str(path)
+TEXTS = ["Hello, world!", "naïve café — 東京", "a", "x" * 300, " leading and trailing ", "</s>"]
+TEXTS = [*TEXTS, "<|end|> is no end"] * 3
 
 
 def read(out, split="train"):
@@ -57,13 +45,9 @@ def read(out, split="train"):
 
 
 def run(out, train, **settings):
-    if isinstance(train, str):
-        train = SplitConfig(files=[train])
-    tool.run(
-        Settings(
-            **{"out": str(out), "train": train, "validation": None, "num_workers": 1} | settings
-        )
-    )
+    split = SplitConfig(files=[train]) if isinstance(train, str) else train
+    given = {"out": str(out), "train": split, "validation": None, "num_workers": 1}
+    tool.run(Settings(**given | settings))
     return read(out)
 
 
@@ -74,8 +58,7 @@ def byte_ids(text):
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     """`(path, tokenizer)`: a small BPE, with tokens of several bytes."""
-    tokenizers = pytest.importorskip("tokenizers")
-    definition = train_bpe([*TEXTS, Path(__file__).read_text()], 600)
+    definition = train_bpe([*TEXTS, (ROOT / "train.py").read_text()], 600)
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     path.write_text(definition)
     return str(path), tokenizers.Tokenizer.from_str(definition)
@@ -85,7 +68,7 @@ def bpe(tmp_path_factory):
 
 
 def test_bytes_are_those_of_byt5():
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")  # of Python 3.11 only
     # Its sentinel tokens would be read in the text; none are asked for.
     byt5 = transformers.ByT5Tokenizer(extra_ids=0)
     texts = [text for text in TEXTS if "</s>" not in text]
@@ -114,40 +97,60 @@ def test_huggingface_tokenizer(tmp_path, bpe):
     assert (tmp_path / "d/tokenizer.json").read_text() == Path(path).read_text()
 
 
+def test_workers_change_nothing(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 2)
+    config = TokenizerConfig(kind="huggingface", name=bpe[0])
+    split = SplitConfig(files=[source], max_tokens=250)
+    results = [
+        run(tmp_path / f"d{num_workers}", split, tokenizer=config, num_workers=num_workers)
+        for num_workers in (1, 2)
+    ]
+    assert results[0] == results[1]
+    assert results[0][1]["num_tokens"] == 250
+
+
 # ---- sources -------------------------------------------------------------------------------------
 
 
+AB = {"files": ["a", "b"]}
+A = {"files": ["a"]}
+LINK = {"files": ["link"]}
+
+
 @pytest.mark.parametrize(
-    ("train", "validation", "is_apart"),
+    ("train", "validation", "expected"),
     [
-        ({"files": ["a"], "max_documents": 2}, {"files": ["a"], "skip_documents": 2}, True),
-        ({"files": ["a", "b"], "skip_documents": 2}, {"files": ["link"], "max_documents": 2}, True),
-        ({"files": ["a", "b"]}, {"files": ["link"]}, False),
-        ({"files": ["a"], "skip_documents": 2}, {"files": ["a"], "max_documents": 3}, False),
-        ({"files": ["a"], "skip_documents": 2}, {"files": ["a"], "max_tokens": 4}, False),
-        ({"files": ["b", "a"], "skip_documents": 2}, {"files": ["a"], "max_documents": 2}, False),
+        ({"files": ["b"]}, A, (["b0", "b1", "b2", "b3"], ["a0", "a1", "a2", "a3"])),
+        (A | {"skip_documents": 2}, A | {"max_documents": 2}, (["a2", "a3"], ["a0", "a1"])),
+        (A | {"max_documents": 2}, A | {"skip_documents": 2}, (["a0", "a1"], ["a2", "a3"])),
+        (
+            AB | {"skip_documents": 2},
+            LINK | {"max_documents": 2},
+            (["a2", "a3", "b0", "b1", "b2", "b3"], ["a0", "a1"]),
+        ),
+        (AB, LINK, None),
+        (A | {"skip_documents": 2}, A | {"max_documents": 3}, None),
+        (A | {"skip_documents": 2}, A | {"max_tokens": 4}, None),
+        ({"files": ["b", "a"], "skip_documents": 2}, A | {"max_documents": 2}, None),
     ],
 )
-def test_train_and_validation_read_no_document_twice(tmp_path, train, validation, is_apart):
+def test_train_and_validation_read_no_document_twice(tmp_path, train, validation, expected):
     for name in ("a", "b"):
         write_jsonl(tmp_path / f"{name}.jsonl", [f"{name}{i}" for i in range(4)])
     (tmp_path / "link.jsonl").symlink_to("a.jsonl")
-    of_splits = {"train": train, "validation": validation}
-    for name, split in of_splits.items():
-        of_splits[name] = SplitConfig(
-            **split | {"files": [str(tmp_path / f"{file}.jsonl") for file in split["files"]]}
-        )
-    settings = Settings(out=str(tmp_path / "d"), num_workers=1, **of_splits)
-    if not is_apart:
+    splits = {}
+    for name, split in (("train", train), ("validation", validation)):
+        files = [str(tmp_path / f"{file}.jsonl") for file in split["files"]]
+        splits[name] = SplitConfig(**split | {"files": files})
+    settings = Settings(out=str(tmp_path / "d"), num_workers=1, **splits)
+    if expected is None:
         with pytest.raises(ValueError, match=r"both read .*\.jsonl\. .*train\.skip_documents="):
             tool.run(settings)
         return
     tool.run(settings)
-    for name, split in of_splits.items():
-        stems = [Path(file).resolve().stem for file in split.files]
-        texts = [f"{stem}{i}" for stem in stems for i in range(4)][split.skip_documents :]
-        expected = [byte_ids(text) for text in texts[: split.max_documents]]
-        assert read(tmp_path / "d", name)[0] == expected
+    for name, texts in zip(splits, expected, strict=True):
+        assert read(tmp_path / "d", name)[0] == [byte_ids(text) for text in texts]
 
 
 def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys):
@@ -166,67 +169,25 @@ def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys):
     assert "6 empty documents skipped" in capsys.readouterr().out
 
 
-def t5(t):
-    return t.models.Unigram(
-        [(piece, -1.0) for piece in ["<unk>", "▁", *"aAbcefé", "2", "▁b"]], 0, False
-    ), {
-        "normalizer": t.normalizers.NFKC(),
-        "pre_tokenizer": t.pre_tokenizers.Sequence(
-            [t.pre_tokenizers.WhitespaceSplit(), t.pre_tokenizers.Metaspace()],
-        ),
-        "decoder": t.decoders.Metaspace(),
-    }
-
-
-def of_bytes(t):
-    vocab = {x: i for i, x in enumerate(definitions.BYTE_LETTERS.values())}
-    parts = {
-        "pre_tokenizer": t.pre_tokenizers.ByteLevel(add_prefix_space=False),
-        "decoder": t.decoders.ByteLevel(),
-    }
-    return t.models.BPE(vocab, []), parts
-
-
-def sentencepiece(t):
-    pieces = [*(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcAef", "<unk>"]
-    vocab = {x: i for i, x in enumerate(pieces)}
-    decoders = [
-        t.decoders.Replace("▁", " "),
-        t.decoders.ByteFallback(),
-        t.decoders.Fuse(),
-        t.decoders.Strip(" ", 1, 0),
-    ]
-    return t.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"), {
-        "normalizer": t.normalizers.Sequence(
-            [t.normalizers.Prepend("▁"), t.normalizers.Replace(" ", "▁")]
-        ),
-        "decoder": t.decoders.Sequence(decoders),
-    }
-
-
-@pytest.mark.parametrize("make", [t5, of_bytes, sentencepiece])
-def test_a_tokenizer_that_changes_text_is_reported(tmp_path, capsys, make):
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_tokenizer_that_changes_text_is_reported(tmp_path, capsys, keeps):
     """Against what `tokenizers` decodes the ids of the probes to."""
-    t = pytest.importorskip("tokenizers")
-    model, parts = make(t)
-    tokenizer = t.Tokenizer(model)
-    for name, part in parts.items():
-        setattr(tokenizer, name, part)
+    letters = {x: i for i, x in enumerate(definitions.BYTE_LETTERS.values())}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if not keeps:
+        tokenizer.normalizer = tokenizers.normalizers.NFKC()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = TokenizerConfig(kind="huggingface", name=str(tmp_path / "tokenizer.json"))
     run(tmp_path / "d", write_jsonl(tmp_path / "a.jsonl", TEXTS), tokenizer=config)
-    is_kept = [
-        tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
-        for text in PROBES
-    ]
-    assert ("warning: the tokenizer changes text: " in capsys.readouterr().err) == (
-        not all(is_kept)
-    )
-    assert all(is_kept) == (make in (of_bytes, sentencepiece))
+    decoded = [tokenizer.decode(tokenizer.encode(text).ids) for text in PROBES]
+    assert keeps == (decoded == list(PROBES))
+    assert ("warning: the tokenizer changes text: " in capsys.readouterr().err) == (not keeps)
 
 
 @pytest.mark.parametrize("end_token", [None, "</s>"])
-def test_ends_with_what_training_needs(tmp_path, capsys, end_token):
+def test_ends_with_what_training_needs(tmp_path, capsys, monkeypatch, end_token):
     """Its command and its lines are a configuration, and fit the dataset."""
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     _, attributes = run(tmp_path / "d, e", source, tokenizer=TokenizerConfig(end_token=end_token))
@@ -255,9 +216,7 @@ def test_max_tokens_is_exact(tmp_path, bpe, monkeypatch):
     ends = np.cumsum([len(document) for document in whole])
     for max_tokens in (1, int(ends[1]) - 1, int(ends[1]), int(ends[1]) + 1, len(flat)):
         split = SplitConfig(files=[source], max_tokens=max_tokens)
-        workers = 2 if max_tokens == len(flat) else 1
-        out = tmp_path / f"{max_tokens}"
-        documents, _ = run(out, split, tokenizer=config, num_workers=workers)
+        documents, _ = run(tmp_path / f"{max_tokens}", split, tokenizer=config)
         assert [i for document in documents for i in document] == flat[:max_tokens]
         assert [len(document) for document in documents[:-1]] == [
             len(d) for d in whole[: len(documents) - 1]
@@ -271,26 +230,23 @@ AUSTEN = SplitConfig(files=[str(ROOT / "shardwright/shipped/austen_validation.js
 BPE = TokenizerConfig(kind="train_bpe")
 
 
+EOS = TokenizerConfig(end_token="<eos>")
+NOTHING = SplitConfig()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"train": None}, "train and validation are both null"),
         (
-            {"train": SplitConfig()},
-            r"train has neither files nor a source; give train.files=\[<file>\], or train=null to",
+            {"train": NOTHING},
+            r"train has neither files nor a source; give train.files=\[<file>\], ",
         ),
-        (
-            {"train": SplitConfig(files=["nothing/*.jsonl"])},
-            r"No text file matches 'nothing/\*.jsonl' in ",
-        ),
-        (
-            {"train": None, "validation": AUSTEN, "tokenizer": BPE},
-            "tokenizer.kind is train_bpe; give a training split",
-        ),
-        (
-            {"tokenizer": TokenizerConfig(end_token="<eos>")},
-            "no token '<eos>' for tokenizer.end_token",
-        ),
+        ({"train": NOTHING, "dataset": "c4"}, "give train.source=<split of c4>, or train=null to"),
+        ({"train": SplitConfig(files=["nothing/*"])}, r"No text file matches 'nothing/\*' in "),
+        ({"train": SplitConfig(files=[__file__])}, r"or choose files of these kinds: .jsonl"),
+        ({"train": None, "validation": AUSTEN, "tokenizer": BPE}, "give a training split"),
+        ({"tokenizer": EOS}, "no token '<eos>' for tokenizer.end_token"),
     ],
 )
 def test_bad_settings(tmp_path, settings, message):
@@ -300,40 +256,56 @@ def test_bad_settings(tmp_path, settings, message):
     assert not (tmp_path / "new").exists()
 
 
-def test_another_tokenizer_is_refused_unless_all_is_overwritten(tmp_path, bpe):
+def test_keeps_what_is_there(tmp_path, bpe):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     bytes_first, _ = run(tmp_path / "d", source)
     of_bpe = TokenizerConfig(kind="huggingface", name=bpe[0])
-    message = r"tokenizer.json is not the tokenizer of the settings"
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path / "d", source, tokenizer=of_bpe)
+    for settings, message in [
+        ({"text_separator": "x"}, "d/train exists already"),
+        ({"tokenizer": of_bpe}, "tokenizer.json is not the tokenizer of the settings"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path / "d", source, **settings)
     assert read(tmp_path / "d")[0] == bytes_first
     run(tmp_path / "d", source, tokenizer=of_bpe, overwrite=True)
     more = {"train": None, "validation": SplitConfig(files=[source])}
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match=message):
-            tool.run(Settings(out=str(tmp_path / "d"), **more, overwrite=overwrite))
+    with pytest.raises(ValueError, match=r"tokenizer.json is not the tokenizer of the settings"):
+        tool.run(Settings(out=str(tmp_path / "d"), **more))
     tool.run(Settings(out=str(tmp_path / "d"), **more, tokenizer=of_bpe))
     assert read(tmp_path / "d", "validation")[0] == read(tmp_path / "d")[0]
+
+
+def test_overwriting_trains_its_own_tokenizer(tmp_path, monkeypatch):
+    """Also over work that was begun with another size, and not over a split that would stay."""
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 9)
+
+    def trained(size):
+        return TokenizerConfig(kind="train_bpe", vocab_size=size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tool, "write_split", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(tmp_path / "d", source, tokenizer=trained(300))
+    _, attributes = run(tmp_path / "d", source, tokenizer=trained(320), overwrite=True)
+    assert attributes["tokenizer"]["vocab_size"] == 320
+    other = {"train": None, "validation": SplitConfig(files=[source]), "overwrite": True}
+    with pytest.raises(ValueError, match=r"not the tokenizer .*, and train would keep"):
+        tool.run(Settings(out=str(tmp_path / "d"), **other))
 
 
 # ---- the examples --------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_an_example_trains_its_tokenizer(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens"]
-    command += ["--config-name=austen_bpe", f"out={tmp_path}/d"]
-    subprocess.run(command, cwd=ROOT, check=True)
+def test_the_command_on_its_example(tmp_path):
+    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", "--config-name=austen_bpe"]
+    subprocess.run([*command, f"out={tmp_path}/d"], cwd=ROOT, check=True)
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "d/tokenizer.json"))
-    assert tokenizer.id_to_token(0) == "<|begin|>"
     for split, novels in (("train", 246), ("validation", 24)):
         with lzma.open(ROOT / f"tests/data/austen_{split}.jsonl.xz") as lines:
             texts = [json.loads(line)["text"] for line in lines]
         documents, attributes = read(tmp_path / "d", split)
         assert len(documents) == novels == len(texts)
-        assert attributes["max_token_id"] < attributes["tokenizer"]["vocab_size"] == 4096
+        assert attributes["tokenizer"]["vocab_size"] == 4096
         assert all(document[-1] == 1 for document in documents)
         assert tokenizer.decode(documents[3]) == texts[3]
-        assert attributes["num_tokens"] < 0.4 * sum(len(text.encode()) for text in texts)

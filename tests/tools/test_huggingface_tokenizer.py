@@ -54,29 +54,29 @@ def test_a_begin_token_of_text_or_none_at_all_is_said(bpe):
     assert "bos_token" not in files["tokenizer_config.json"]
     assert ids_of(files, "a")[0] == letter
     files, notes = tokenizer_files(bpe, 10_000)
-    assert notes == [
-        "it has no token of id 10000 (model.bos_id): put that id before the text's yourself"
-    ]
+    put = "it has no token of id 10000 (model.bos_id): put that id before the text's yourself"
+    assert notes == [put]
     assert ids_of(files, "a") == [letter]
 
 
-def test_transformers_opens_them(tmp_path, bpe):
-    transformers = pytest.importorskip(
-        "transformers", reason="opening needs transformers, installed on Python 3.11 only"
-    )
-    for name, known in (("bytes", BYTES), ("bpe", bpe)):
-        files, notes = tokenizer_files(known, 0)
-        assert not notes
-        directory = tmp_path / name
-        directory.mkdir()
-        for file, content in files.items():
-            (directory / file).write_text(json.dumps(content))
-        (directory / "config.json").write_text('{"model_type": "llama"}')
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-        assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, known.end)
-        for text in TEXTS:
-            assert tokenizer(text)["input_ids"] == ids_of(files, text) == [0, *known.ids(text)]
-            assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+def write_files(directory, known, bos, model_type="llama"):
+    files, _ = tokenizer_files(known, bos)
+    for file, content in (files | {"config.json": {"model_type": model_type}}).items():
+        (directory / file).write_text(json.dumps(content))
+    return files
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_transformers_opens_them(tmp_path, bpe, name):
+    transformers = pytest.importorskip("transformers")  # of Python 3.11 only
+    known = {"bytes": BYTES, "bpe": bpe}[name]
+    files = write_files(tmp_path, known, 0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, known.end)
+    for text in TEXTS:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == ids_of(files, text) == [0, *known.ids(text)]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
 @pytest.mark.parametrize(("model_type", "warns"), [("llama", False), ("qwen2", True)])
@@ -84,10 +84,8 @@ def test_a_model_type_whose_tokenizer_transformers_replaces_is_warned_of(
     tmp_path, bpe, capsys, model_type, warns
 ):
     """AutoTokenizer splits numbers for each qwen2 as Qwen 2 does."""
-    pytest.importorskip("torch", reason="transformers is installed on Python 3.11 only")
-    for file, content in tokenizer_files(bpe, 0)[0].items():
-        (tmp_path / file).write_text(json.dumps(content))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    pytest.importorskip("torch")  # of Python 3.11 only
+    write_files(tmp_path, bpe, 0, model_type)
     expected = "AutoTokenizer opens it as Qwen2Tokenizer, with other ids for "
     assert [expected in line for line in definitions.differences(tmp_path)] == [True] * warns
     open_tokenizer("huggingface", str(tmp_path))
@@ -97,12 +95,8 @@ def test_a_model_type_whose_tokenizer_transformers_replaces_is_warned_of(
 @pytest.mark.parametrize(("bos", "end", "pad"), [(0, "<|end|>", 1), (300, None, 0)])
 def test_a_batch_of_a_bpe_is_padded(tmp_path, bpe, bos, end, pad):
     """At its end, where transformers masks it."""
-    transformers = pytest.importorskip(
-        "transformers", reason="padding needs transformers, installed on Python 3.11 only"
-    )
-    for file, content in tokenizer_files(Tokenizer(bpe.definition, end), bos)[0].items():
-        (tmp_path / file).write_text(json.dumps(content))
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    transformers = pytest.importorskip("transformers")  # of Python 3.11 only
+    write_files(tmp_path, Tokenizer(bpe.definition, end), bos)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     texts = ["It is", "It is a truth universally"]
     batch, alone = tokenizer(texts, padding=True), tokenizer(texts[0])["input_ids"]
@@ -112,48 +106,43 @@ def test_a_batch_of_a_bpe_is_padded(tmp_path, bpe, bos, end, pad):
     assert tokenizer.pad_token_id == pad
 
 
+def dataset(path, end=None, definition=None, **tokenizer):
+    attributes = {"tokenizer": tokenizer | {"end_token": end}} if tokenizer else {}
+    write(path, attributes=attributes)
+    if definition:
+        (path / "tokenizer.json").write_text(definition)
+    return str(path)
+
+
 def test_where_it_is_found(tmp_path, bpe):
-    by_bytes = write(
-        tmp_path / "bytes", attributes={"tokenizer": {"kind": "bytes", "end_token": "</s>"}}
-    )
-    by_bpe = write(
-        tmp_path / "bpe", attributes={"tokenizer": {"kind": "train_bpe", "end_token": "<|end|>"}}
-    )
-    (tmp_path / "bpe" / "tokenizer.json").write_text(bpe.definition)
-    nothing = write(tmp_path / "nothing", attributes={})
+    by_bytes = dataset(tmp_path / "bytes", "</s>", kind="bytes")
+    by_bpe = dataset(tmp_path / "bpe", "<|end|>", bpe.definition, kind="train_bpe")
+    nothing = dataset(tmp_path / "nothing")
+    lost = dataset(tmp_path / "lost", kind="train_bpe")
 
     def mixture(*names):
         return DataConfig(mixture={f"{i}": SourceConfig(name) for i, name in enumerate(names)})
 
-    file = StreamConfig(
-        tokenizer_kind="huggingface", tokenizer=f"{by_bpe}/tokenizer.json", end_token="<|end|>"
-    )
+    file = f"{by_bpe}/tokenizer.json"
+    stream = StreamConfig(tokenizer_kind="huggingface", tokenizer=file, end_token="<|end|>")
     assert tokenizer_of_run(DataConfig(filespec=by_bytes)) == BYTES
     for data, named in [
         (DataConfig(filespec=by_bpe), None),
         (DataConfig(filespec=nothing), by_bpe),
         (mixture(by_bpe, by_bpe), None),
-        (DataConfig(stream=file), None),
+        (DataConfig(stream=stream), None),
     ]:
         assert tokenizer_of_run(data, named) == bpe
     assert tokenizer_of_run(DataConfig(stream=StreamConfig())) == open_tokenizer("bytes")
-    assert tokenizer_of_run(DataConfig(), f"{by_bpe}/tokenizer.json") == Tokenizer(bpe.definition)
+    assert tokenizer_of_run(DataConfig(), file) == Tokenizer(bpe.definition)
     unknown = tokenizer_of_run(DataConfig(filespec=nothing))
     assert unknown.decode([5, 8]) == "5 8"
     with pytest.raises(ValueError, match="names none"):
         tokenizer_files(unknown, 0)
-    (tmp_path / "lost").mkdir()
-    lost = write(tmp_path / "lost", attributes={"tokenizer": {"kind": "train_bpe"}})
     for data, message in [
-        (
-            mixture(by_bpe, by_bytes),
-            r"the datasets .* have different tokenizers. Give tokenizer=<name",
-        ),
-        (DataConfig(), r"the run has no data, because it was imported. Give tokenizer=<name"),
-        (
-            DataConfig(filespec=lost),
-            r"of the dataset .*lost: .*/tokenizer.json is missing\. Give tokenizer=<name",
-        ),
+        (mixture(by_bpe, by_bytes), "the datasets .* have different tokenizers"),
+        (DataConfig(), "the run has no data, because it was imported"),
+        (DataConfig(filespec=lost), r"of the dataset .*lost: .*/tokenizer.json is missing"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"{message}\. Give tokenizer=<name"):
             tokenizer_of_run(data)

@@ -16,18 +16,14 @@ from tests.support.written_datasets import TEXTS, write
 check_modules(inspect_data)
 
 
-@pytest.fixture
-def dataset(tmp_path):
-    return write(tmp_path / "d")
-
-
 def show(**settings):
     console = Console(width=160, record=True, file=io.StringIO())
     inspect_data.run(Settings(**settings), console)
     return console.export_text()
 
 
-def test_overview(dataset):
+def test_overview(tmp_path):
+    dataset = write(tmp_path / "d")
     text = show(filespec=dataset)
     lengths = np.array([len(text.encode()) + 1 for text in TEXTS])
     assert f"{lengths.sum():,}" in text
@@ -36,21 +32,15 @@ def test_overview(dataset):
     assert f"median {int(np.median(lengths))}," in text
     for i in (0, 14, 29, 44, 59):
         assert TEXTS[i] in text
+    with pytest.raises(ValueError, match=r"document is 60; .* has documents 0 to 59"):
+        show(filespec=dataset, document=60)
 
 
-def test_decoding_with_the_datasets_tokenizer(tmp_path):
+def test_a_document_is_decoded_with_the_datasets_tokenizer_if_there_is_one(tmp_path):
     definition = train_bpe(TEXTS, 300)
     tokenizer = Tokenizer(definition, end_token="<|end|>")
     path = write(tmp_path / "d", tokenizer, {"tokenizer": {"kind": "train_bpe"}})
     (tmp_path / "d/tokenizer.json").write_text(definition)
     assert f"{TEXTS[3]}<|end|>" in show(filespec=path, document=3)
-
-
-def test_without_a_tokenizer(tmp_path):
-    path = write(tmp_path / "d", attributes={})
-    assert "71 114 102" in show(filespec=path, document=0)
-
-
-def test_a_document_that_is_not_there(dataset):
-    with pytest.raises(ValueError, match=r"document is 60; .* has documents 0 to 59"):
-        show(filespec=dataset, document=60)
+    without = write(tmp_path / "e", attributes={})
+    assert "71 114 102" in show(filespec=without, document=0)

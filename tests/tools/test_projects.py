@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from shardwright.tools import fork
+from shardwright.tools import fork, write_synthetic_dataset
 from shardwright.tools.init.__main__ import main
+from shardwright.tools.write_synthetic_dataset import Settings
 from tests.support.full_disk import files_of_at_most
-from tests.support.recipes import ROOT
 
 pytestmark = pytest.mark.quick
 
@@ -70,8 +70,5 @@ def test_a_place_that_cannot_be_written_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(fork, "FORK", tmp_path / "file/train.py")
     with pytest.raises(SystemExit, match=f"^Error: File exists: {tmp_path}/file. Check the path"):
         make_fork(monkeypatch)
-    command = [sys.executable, "-m", "tools.write_synthetic_dataset", f"out={tmp_path}/file/data"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert "cannot be written" in done.stderr
+    with pytest.raises(ValueError, match="cannot be written"):
+        write_synthetic_dataset.write(Settings(out=f"{tmp_path}/file/data"))

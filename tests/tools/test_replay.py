@@ -38,16 +38,15 @@ def dataset(tmp_path_factory) -> str:
     return path
 
 
-def run(directory, dataset, steps=10, **changes):
+@pytest.fixture(scope="module")
+def of_demo(tmp_path_factory, dataset):
+    """A run of ten steps with a checkpoint after each fourth."""
+    directory = tmp_path_factory.mktemp("runs") / "a"
+    directory.mkdir()
     c = tiny.config(tiny.model(layers=2), microbatches=2, eval_batches=0)
     c.data.filespec, c.mesh = dataset, MeshConfig(r=1, d=4, t=2)
-    c.training = dataclasses.replace(
-        c.training, steps=steps, checkpoint_interval=4, keep_checkpoints=None
-    )
-    for name, value in changes.items():  # the seed is that of the data
-        section = next(x for x in (c.optimizer, c.data, c.training, c.model) if hasattr(x, name))
-        setattr(section, name, value)
-    directory.mkdir(parents=True, exist_ok=True)
+    own = {"steps": 10, "checkpoint_interval": 4, "keep_checkpoints": None}
+    c.training = dataclasses.replace(c.training, **own)
     with jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
         train.train(c, load_model(c.model), directory)
     return directory
@@ -58,19 +57,25 @@ def replayed(directory, **settings) -> tuple[dict, str]:
     return replay(Settings(run=str(directory), **settings), console), console.file.getvalue()
 
 
-@pytest.fixture(scope="module")
-def of_demo(tmp_path_factory, dataset):
-    return run(tmp_path_factory.mktemp("runs") / "a", dataset, microscope_interval=3)
-
-
 @pytest.mark.long
-def test_a_step_is_equal_to_the_bit(of_demo):
-    step = 10
+@pytest.mark.parametrize("step", [4, 10])
+def test_a_step_is_equal_to_the_bit_and_has_its_documents_with_their_losses(of_demo, dataset, step):
     """From the beginning, and after a checkpoint."""
     found, text = replayed(of_demo, step=step)
     assert found["is_equal"] is True
     assert found["loss"] == losses(of_demo)[step - 1]
     assert "bit-identical" in text
+    documents = found["documents"]
+    assert [x["loss"] for x in documents] == sorted((x["loss"] for x in documents), reverse=True)
+    tokens = sum(x["tokens"] for x in documents)
+    assert tokens == tiny.BATCH * tiny.LENGTH
+    mean = sum(x["loss"] * x["tokens"] for x in documents) / tokens
+    assert mean == pytest.approx(found["loss"], rel=1e-5)
+    group = zarr.open_group(f"{dataset}/train", mode="r")
+    starts = group["seq_starts"][...]
+    for x in documents:
+        first = starts[x["document"]] + x["start"]
+        assert x["ids"] == (group["encoded_tokens"][first : first + x["tokens"]] >> 1).tolist()
 
 
 def test_checkpoints_elsewhere_are_asked_for(tmp_path):
@@ -95,29 +100,9 @@ def test_the_result_is_json(tmp_path, monkeypatch):
     done = Done(np.float32("nan"), np.float32(2), True)
     monkeypatch.setattr(program, "replay", lambda config: plain(done))
     program.run(Settings(run="x", step=1, out=str(tmp_path / "x.json")))
-    assert json.loads((tmp_path / "x.json").read_text()) == {
-        "loss": "NaN",
-        "grad_norm": 2.0,
-        "skipped": True,
-    }
+    expected = {"loss": "NaN", "grad_norm": 2.0, "skipped": True}
+    assert json.loads((tmp_path / "x.json").read_text()) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
-
-
-@pytest.mark.long
-def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset):
-    found, _ = replayed(of_demo, step=4)
-    documents = found["documents"]
-    assert [x["loss"] for x in documents] == sorted((x["loss"] for x in documents), reverse=True)
-    tokens = sum(x["tokens"] for x in documents)
-    assert tokens == tiny.BATCH * tiny.LENGTH
-    assert sum(x["loss"] * x["tokens"] for x in documents) / tokens == pytest.approx(
-        found["loss"], rel=1e-5
-    )
-    group = zarr.open_group(f"{dataset}/train", mode="r")
-    starts = group["seq_starts"][...]
-    for x in documents:
-        first = starts[x["document"]] + x["start"]
-        assert x["ids"] == (group["encoded_tokens"][first : first + x["tokens"]] >> 1).tolist()
 
 
 @pytest.mark.long

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from shardwright.cluster.devices import make_mesh
 from shardwright.inspect.statistics.collect import StepWithoutStages
 from shardwright.modeling.model import load_model
 from shardwright.program.stages import placement_of
@@ -20,30 +19,24 @@ from tests.support.edits import place_of
 pytestmark = pytest.mark.long
 
 LAYERS, MICROBATCHES = 2, 2
-MESHES = {
-    "one device": functools.partial(tiny.mesh, "one device"),
-    "p=2": lambda: make_mesh(jax.devices(), d=2, t=2, p=2),
-}
 
 
-def session_of(c, model=None, train=tiny.train):
+def session_of(c):
     """What an Explainer asks of a Session."""
-    model = model or load_model(c.model)
-    session = types.SimpleNamespace(
-        config=c, model=model, step=3, placement=placement_of(c, model), arguments=()
-    )
-    session.traced = trace_step(c, model, spec=train.SPEC)
+    model = load_model(c.model)
+    own = {"config": c, "model": model, "step": 3, "arguments": ()}
+    session = types.SimpleNamespace(**own, placement=placement_of(c, model))
+    session.traced = trace_step(c, model, spec=tiny.train.SPEC)
     session.without_stages = lambda: StepWithoutStages(session.traced, session.placement)
     return session
 
 
-@pytest.fixture(scope="module", params=["one device"])
-def explain(request):
+@pytest.fixture(scope="module")
+def explain():
     """Lines on a step whose state has a change."""
     c = tiny.config(tiny.model(layers=LAYERS, norm_epsilon=0.0), microbatches=MICROBATCHES)
-    with jax.set_mesh(MESHES[request.param]()):
-        session = session_of(c)
-        explainer, batch = nonfinite.Explainer(session), tiny.place_batch(c)
+    with jax.set_mesh(tiny.mesh("one device")):
+        explainer, batch = nonfinite.Explainer(session_of(c)), tiny.place_batch(c)
         clean = tiny.state(c)
 
         def lines(part: str, name: str, change) -> list[str]:

@@ -16,12 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_columns_are_aligned_by_what_letters_take():
     console = Console(file=io.StringIO(), width=80)
-    print_table(
-        console, ["", "loss", "text"], [["東京", "1.5", "a  b"], ["x", "12.25", "c"]], "Title"
-    )
-    assert (
-        console.file.getvalue() == "Title\n       loss  text\n東京    1.5  a  b\nx     12.25  c\n"
-    )
+    rows = [["東京", "1.5", "a  b"], ["x", "12.25", "c"]]
+    print_table(console, ["", "loss", "text"], rows, "Title")
+    expected = "Title\n       loss  text\n東京    1.5  a  b\nx     12.25  c\n"
+    assert console.file.getvalue() == expected
 
 
 @pytest.mark.quick
@@ -33,23 +31,17 @@ def test_lines_of_a_run_that_cannot_be_printed_end_nothing(tmp_path):
         "prepare()\n"
         "for _ in range(9): say('x → é', flush=True)"
     )
-    command, env = (
-        [sys.executable, "-c", code],
-        os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)},
-    )
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    options = {"env": env, "text": True, "stderr": subprocess.PIPE, "timeout": 60}
 
-    def run(**files):
-        return subprocess.run(
-            command, env=env, text=True, stderr=subprocess.PIPE, timeout=60, **files
-        )
+    def run(stdout):
+        return subprocess.run([sys.executable, "-c", code], stdout=stdout, **options)
 
-    assert (done := run(stdout=subprocess.PIPE)).stdout == "x ? ?\n" * 9, done.stderr
+    assert (done := run(subprocess.PIPE)).stdout == "x ? ?\n" * 9, done.stderr
     with open("/dev/full", "w") as full:
-        done = run(stdout=full)
-    assert done.returncode == 0
-    assert (
-        done.stderr == "WARNING: stdout is lost: No space left on device. The program continues.\n"
-    )
+        done = run(full)
+    lost = "WARNING: stdout is lost: No space left on device. The program continues.\n"
+    assert (done.returncode, done.stderr) == (0, lost)
 
 
 @pytest.mark.long

@@ -2,8 +2,11 @@
 goes wrong.
 """
 
+import os
 import re
-import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,8 +18,8 @@ from shardwright.program.config import PipelineConfig
 from shardwright.tools.verify import ONE_DEVICE, all_meshes, error_of, on_host, small
 from tests.support import tiny
 from tests.support.edits import Change
-from tests.support.verifying import ROOT, verify
 
+ROOT = Path(__file__).parents[2]
 SOURCE = (ROOT / "train.py").read_text()
 
 
@@ -65,11 +68,8 @@ def test_every_mesh_divides_the_small_sizes():
     assert "4 layers do not divide into 8 equal stages" in others[0][1]
     expected = [sizes(p=2, d=4), sizes(r=2, d=2, t=2), sizes(d=8), sizes(d=2, e=2, c=2)]
     assert all_meshes(c, 8, ["2x1x4x1", "2x2x2", "1x8x1", "c2d2e2"])[0] == expected
-    with pytest.raises(
-        ValueError,
-        match=r"verify.meshes has 3x1x1; name a mesh of 8 devices, such as 1x1x8, .*, or by axis, "
-        r"such as c8",
-    ):
+    message = "verify.meshes has 3x1x1; name a mesh of 8 devices, such as 1x1x8, .*such as c8"
+    with pytest.raises(ValueError, match=message):
         all_meshes(c, 8, ["3x1x1"])
 
 
@@ -83,66 +83,42 @@ def test_small_is_small_in_the_configured_stages():
 
 # ---- the program ---------------------------------------------------------------------------------
 
-ATTENDED = "attention(q, k, v, self.mask)"
-BUGS = {  # what is copied and edited, the edit, settings
-    "an activation": (
-        ("train.py", "train.py"),
-        Change(ATTENDED, 'jnp.roll(FOUND, shardops.axis_size("t"), 2)', "Llama.attend"),
-        (),
-    ),
-    "a model of one's own": (
-        ("shardwright/models/gpt2.py", "own/mine.py"),
-        Change("attended[..., 0, :]", "FOUND * shardops.axis_size('t')", "Model.layer"),
-        ("model.module=own.mine",),
-    ),
-    "a microbatch's gradient is dropped": (
-        ("shardlib", "shardlib/pipeline.py"),
-        Change(
-            '_add(carry["g_outer"], g)',
-            '_add(carry["g_outer"], jax.tree.map(lambda g: g * (k > 0), g))',
-            "_head",
-        ),
-        ("verify.meshes=[2x1x2x2]",),
-    ),
-}
+TINY = ("training.compute_dtype=bf16", "verify.small=true", "verify.meshes=[2x2x2]", "mesh.p=2")
+
+
+def verify(directory: Path, name: str, *overrides: str) -> tuple[int, str]:
+    """Runs the tool in `directory`: its train.py, if there is one, comes before the project's."""
+    command = [sys.executable, "-m", "tools.verify", f"--config-name={name}", *TINY, *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_mesh_that_differs_is_named_with_the_line_or_the_tensor(tmp_path, bug):
-    (source, place), change, settings = BUGS[bug]
-    edited = tmp_path / place
-    if source == "shardlib":
-        shutil.copytree(
-            ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    else:
-        edited.parent.mkdir(exist_ok=True)
-        shutil.copyfile(ROOT / source, edited)
-    before = edited.read_text()
-    edited.write_text(change.apply(before))
-    done = verify(
-        tmp_path,
-        *settings,
-        name="local_gpt2" if source == "shardwright/models/gpt2.py" else "local_test_synthetic",
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+def test_a_mesh_that_differs_is_named_with_the_line(tmp_path):
+    """Of a model of one's own."""
+    change = Change("attended[..., 0, :]", "FOUND * shardops.axis_size('t')", "Model.layer")
+    before = (ROOT / "shardwright/models/gpt2.py").read_text()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/mine.py").write_text(change.apply(before))
+    status, text = verify(tmp_path, "local_gpt2", "model.module=own.mine")
     ((node, *_), _) = change.place(before)
-    if source == "shardlib":  # nothing within the schedule of stages is compared
-        found = (
-            "the evaluation step: result"
-            if "stages" in bug
-            else ".*: add: one device runs this, and a device"
-        )
-        assert re.search(f"DIFFERS on p=2 r=1 d=2 t=2: {found}", done.stdout)
-    elif "platform" in bug:
-        assert re.search(
-            r"DIFFERS on r=2 d=2 t=2: in exact arithmetic as on one device; compiled, \d+ tensors",
-            done.stdout,
-        )
-    else:
-        assert f"DIFFERS on r=2 d=2 t=2: {place}:{node.lineno}: " in done.stdout
-    assert "1 of 1 meshes DIFFER." in done.stdout
+    assert status == 1, text
+    assert f"DIFFERS on r=2 d=2 t=2: own/mine.py:{node.lineno}: " in text
+    assert "1 of 1 meshes DIFFER." in text
+
+
+@pytest.mark.long
+def test_what_is_compiled_for_this_platform_alone_is_found_in_the_tensors(tmp_path):
+    shifted = "jnp.roll(x, shardops.axis_size('t'), 2)"
+    attended = f"lax.platform_dependent(FOUND, tpu=lambda x: x, cpu=lambda x: {shifted})"
+    change = Change("attention(q, k, v, self.mask)", attended, "Llama.attend")
+    (tmp_path / "train.py").write_text(change.apply(SOURCE))
+    status, text = verify(tmp_path, "local_test_synthetic")
+    assert status == 1, text
+    differs = r"DIFFERS on r=2 d=2 t=2: in exact arithmetic as on one device; compiled, \d+ tensors"
+    assert re.search(differs, text)
+    assert "1 of 1 meshes DIFFER." in text
 
 
 @pytest.mark.long
@@ -150,7 +126,7 @@ def test_what_tracing_rejects_is_one_message(tmp_path):
     gather = 'shardops.all_gather("F/t M/fsdp -> F/t M", w.w_down)'
     edited = Change(gather, "w.w_down", within="Llama.mlp").apply(SOURCE)
     (tmp_path / "train.py").write_text(edited)
-    done = verify(tmp_path)
-    assert done.returncode == 1
-    assert "operand 2 `F/t M`: the value is a weight at rest" in done.stderr
-    assert "Traceback" not in done.stderr
+    status, text = verify(tmp_path, "local_test_synthetic")
+    assert status == 1
+    assert "operand 2 `F/t M`: the value is a weight at rest" in text
+    assert "Traceback" not in text
