@@ -383,7 +383,7 @@ def loss_and_gradients(
         def zeros(w: jax.Array) -> jax.Array:  # to which gradients are added, in f32 at least
             return jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32))
 
-        zero = jnp.zeros(()), jax.tree.map(zeros, gathered)
+        zero = jnp.zeros_like(count, float), jax.tree.map(zeros, gathered)
         (total, g), metrics = lax.scan(add, zero, (batch, seeds))
         layers = LayerMetrics.of_microbatches(metrics, config.model.layers)
     (g,) = reduce(jax.tree.map(lambda g, w: g.astype(w.dtype), g, gathered))

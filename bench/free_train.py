@@ -77,7 +77,7 @@ def swapped(text: str, function: ast.FunctionDef, chance: random.Random) -> str:
 
 
 def split(text: str, function: ast.FunctionDef, chance: random.Random) -> str:
-    """A call within a statement, on a line of its own before."""
+    """Moves a call within a statement to a statement of its own before it."""
     found = [
         (statement, node)
         for statement in function.body

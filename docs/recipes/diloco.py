@@ -42,7 +42,7 @@ OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
 class State(Generic[W]):
     """Contents of a checkpoint: f32 arrays, sharded as the weights are at rest."""
 
-    weights: W  # after the last outer step, with which every replica went on
+    weights: W  # after the last outer step, from which every replica continues
     momentum: W  # of the outer steps
     replicas: Array["R/r", released.State[W]]
     average: W | None = None  # of the weights over steps; None without training.eval_average

@@ -7,8 +7,10 @@ import importlib
 import io
 import json
 import math
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -262,6 +264,22 @@ def test_the_command(run, tmp_path):
 def test_what_a_user_can_get_wrong(run, settings, message):
     with pytest.raises(ValueError, match=message):
         evaluated(run, **settings)
+
+
+def test_the_example_of_the_page(run, monkeypatch):
+    """docs/evaluation.md, with a harness that only notes what it is asked."""
+    page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    harness = types.ModuleType("lm_eval")
+    harness.simple_evaluate = lambda **asked: asked
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
+    monkeypatch.setattr(
+        "shardwright.tools.evaluate.language_model", lambda scorer, tokenizer, weights: scorer
+    )
+    names = {}
+    exec(code.replace("runs/<name>", str(run)), names)
+    assert names["results"]["model"].length == SEQ_LEN
+    assert names["results"]["tasks"] == ["hellaswag"]
 
 
 def test_without_lm_eval_its_extra_is_named(run, monkeypatch):
