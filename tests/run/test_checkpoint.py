@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import google_crc32c
@@ -40,38 +39,20 @@ SPECS = {
     "weights": {"w_q": P(None, ("t", "d"), None), "embed": P("t", "d"), "norm": P("t")},
     "optimizer": ({"step": P(), "zeros": P(("t", "d")), "mask": P("d")}, P(None, "t")),
 }
+NAMES = ["optimizer/0/mask", "optimizer/0/step", "optimizer/0/zeros", "optimizer/1"]
+NAMES += ["weights/embed", "weights/norm", "weights/w_q"]
 
 
 def make_state():
     rng = np.random.default_rng(0)
     w_q = rng.standard_normal((3, 16, 5)).astype(np.float32)
     w_q.reshape(-1)[:4] = [np.nan, -0.0, np.inf, 1e-42]
-    return {
-        "weights": {
-            "w_q": w_q,
-            "embed": rng.standard_normal((32, 16)).astype(np.float32),
-            "norm": rng.standard_normal(8).astype(np.float16),
-        },
-        "optimizer": (
-            {
-                "step": np.int32(-7),
-                "zeros": np.zeros(16, np.float32),
-                "mask": rng.integers(0, 2, 8).astype(bool),
-            },
-            rng.integers(0, 2**32, (2, 8), dtype=np.uint32),
-        ),
-    }
-
-
-NAMES = [
-    "optimizer/0/mask",
-    "optimizer/0/step",
-    "optimizer/0/zeros",
-    "optimizer/1",
-    "weights/embed",
-    "weights/norm",
-    "weights/w_q",
-]
+    embed = rng.standard_normal((32, 16)).astype(np.float32)
+    norm = rng.standard_normal(8).astype(np.float16)
+    numbers = {"step": np.int32(-7), "zeros": np.zeros(16, np.float32)}
+    numbers |= {"mask": rng.integers(0, 2, 8).astype(bool)}
+    keys = rng.integers(0, 2**32, (2, 8), dtype=np.uint32)
+    return {"weights": {"w_q": w_q, "embed": embed, "norm": norm}, "optimizer": (numbers, keys)}
 
 
 def placed(mesh, state=None):
@@ -103,14 +84,13 @@ def save(directory, step=3, state=None, metadata=None):
     return directory / f"{step:010}"
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (1, 1)])
-def test_restores_on_any_mesh_bit_for_bit(tmp_path, shape):
+def test_restores_on_any_mesh_bit_for_bit(tmp_path):
     save(tmp_path)
-    mesh = make_mesh(*shape)
-    restored = Checkpointer(tmp_path).restore(3, like(mesh))
-    assert_bits_equal(restored, make_state())
-    for leaf, spec in zip(jax.tree.leaves(restored), jax.tree.leaves(SPECS), strict=True):
-        assert leaf.sharding == NamedSharding(mesh, spec)
+    for mesh in (make_mesh(2, 4), make_mesh(1, 1)):
+        restored = Checkpointer(tmp_path).restore(3, like(mesh))
+        assert_bits_equal(restored, make_state())
+        for leaf, spec in zip(jax.tree.leaves(restored), jax.tree.leaves(SPECS), strict=True):
+            assert leaf.sharding == NamedSharding(mesh, spec)
 
 
 @pytest.fixture
@@ -156,11 +136,6 @@ def test_bf16_is_kept_bit_for_bit_and_tensorstore_reads_it(tmp_path):
     assert np.all(zarr.open_group(path, mode="r")["weights"][...] == 1)
 
 
-def grid(content):
-    chunk = content["chunk_grid"]["configuration"]["chunk_shape"]
-    return [-(-a // b) for a, b in zip(content["shape"], chunk, strict=True)]
-
-
 def test_manifest(tmp_path):
     metadata = {"config": {"lr": 1e-3, "name": "ä"}, "tokens": 12}
     path = save(tmp_path, metadata=metadata)
@@ -172,15 +147,12 @@ def test_manifest(tmp_path):
     assert sorted(manifest["arrays"]) == NAMES
     for name, array in manifest["arrays"].items():
         content = json.loads((path / name / "zarr.json").read_text())
-        files = [path / name / "c" / "/".join(map(str, i)) for i in np.ndindex(*grid(content))]
-        assert array == {
-            "shape": content["shape"],
-            "dtype": content["data_type"],
-            "chunk_shape": content["chunk_grid"]["configuration"]["chunk_shape"],
-            "crc32c": "".join(
-                f"{google_crc32c.value(file.read_bytes()[:-4]):08x}" for file in files
-            ),
-        }
+        chunk = content["chunk_grid"]["configuration"]["chunk_shape"]
+        grid = [-(-a // b) for a, b in zip(content["shape"], chunk, strict=True)]
+        files = [path / name / "c" / "/".join(map(str, i)) for i in np.ndindex(*grid)]
+        sums = [google_crc32c.value(file.read_bytes()[:-4]) for file in files]
+        about = {"shape": content["shape"], "dtype": content["data_type"], "chunk_shape": chunk}
+        assert array == about | {"crc32c": "".join(f"{x:08x}" for x in sums)}
     kept = {key: value for key, value in manifest.items() if key != "sha256"}
     canonical = json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
     assert manifest["sha256"] == hashlib.sha256(canonical).hexdigest()
@@ -194,11 +166,11 @@ def test_saved_values_survive_donation(tmp_path):
         donate_argnums=0,
     )
     with Checkpointer(tmp_path) as checkpointer, jax.set_mesh(mesh):
-        for step in range(3):
+        for step in range(2):
             state = placed(mesh)
             checkpointer.save(step, state, {})
-            state = jax.block_until_ready(clear(state))
-    for step in range(3):
+            jax.block_until_ready(clear(state))
+    for step in range(2):
         assert_bits_equal(Checkpointer(tmp_path).restore(step, like(mesh)), make_state())
 
 
@@ -214,11 +186,8 @@ def test_what_fills_the_disk_is_told_and_leaves_nothing_visible(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     with files_of_at_most(2**16):
         checkpointer.save(2, state, {})
-        with pytest.raises(
-            OSError,
-            match=r"^File too large: .*/big/c/0\. The checkpoint .*0000000002 was not saved\. "
-            r"Earlier",
-        ):
+        told = r"^File too large: .*/big/c/0\. The checkpoint .*0000000002 was not saved\. Earlier"
+        with pytest.raises(OSError, match=told):
             checkpointer.save(3, state, {})
         checkpointer.wait()  # told once
     assert list(tmp_path.iterdir()) == []
@@ -228,11 +197,7 @@ def test_a_checkpoint_of_another_version_is_told(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT_VERSION", 4)
         save(tmp_path)
-    told = (
-        r"version 4; this program reads only version 3\. Restore it with the release "
-        r"that wrote it\."
-    )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=r"version 4; .* only version 3\. Restore it with the"):
         Checkpointer(tmp_path).metadata(3)
 
 
@@ -245,15 +210,15 @@ def test_every_array_that_does_not_fit_is_named(tmp_path):
     expected["weights"]["bias"] = expected["weights"].pop("w_q")
     with pytest.raises(ValueError, match="does not fit this run") as error:
         Checkpointer(tmp_path).restore(3, expected)
-    assert str(error.value) == (
-        f"the checkpoint {path} does not fit this run:\n"
-        "  weights/bias: checkpoint does not have it, this run has 'float32[3, 16, 5]'\n"
-        "  weights/embed: checkpoint has 'float32[32, 16]', this run has 'float32[64, 16]'\n"
-        "  weights/norm: checkpoint has 'float16[8]', this run has 'float32[8]'\n"
-        "  weights/w_q: checkpoint has 'float32[3, 16, 5]', this run does not have it\n"
-        "Run with the model and optimizer that wrote it, or start a new run from another "
-        "checkpoint."
-    )
+    first, *arrays, last = str(error.value).splitlines()
+    assert str(path) in first
+    assert arrays == [
+        "  weights/bias: checkpoint does not have it, this run has 'float32[3, 16, 5]'",
+        "  weights/embed: checkpoint has 'float32[32, 16]', this run has 'float32[64, 16]'",
+        "  weights/norm: checkpoint has 'float16[8]', this run has 'float32[8]'",
+        "  weights/w_q: checkpoint has 'float32[3, 16, 5]', this run does not have it",
+    ]
+    assert last.startswith("Run with the model and optimizer that wrote it")
 
 
 @pytest.mark.parametrize("order", [None, [2, 0, 1]])
@@ -268,15 +233,11 @@ def test_an_array_of_small_shards_is_one_file(tmp_path, order):
         Checkpointer(tmp_path).restore(3, like(make_mesh(2, 4)), orders), make_state()
     )
     path = tmp_path / "0000000003"
-    chunks = [
-        file for file in path.rglob("*") if file.is_file() and "c" in file.relative_to(path).parts
-    ]
+    chunks = [at for at in path.rglob("*") if at.is_file() and "c" in at.relative_to(path).parts]
     assert len(chunks) == len(NAMES)
     rows = make_state()["weights"]["w_q"]
-    assert_bits_equal(
-        zarr.open_array(path / "weights/w_q", mode="r")[...],
-        rows[np.argsort(order)] if order else rows,
-    )
+    expected = rows[np.argsort(order)] if order else rows
+    assert_bits_equal(zarr.open_array(path / "weights/w_q", mode="r")[...], expected)
 
 
 def test_large_shards_are_several_chunks(tmp_path, monkeypatch, each_shard_has_a_file):
@@ -295,30 +256,93 @@ def test_large_shards_are_several_chunks(tmp_path, monkeypatch, each_shard_has_a
     assert_bits_equal(Checkpointer(tmp_path).restore(4, like(make_mesh(1, 8))), make_state())
 
 
-def run_processes(tmp_path, program):
-    """Runs a program in two JAX processes of 4 devices each; returns what each one printed, once
-    both have ended.
-    """
-    head = """
-        import os, sys
-        rank = int(sys.argv[1])
-        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-        import jax, numpy as np
-        jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=rank)
-        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from shardwright.program import checkpoint
-        checkpoint.COMMIT_TIMEOUT_S = 20
-        checkpointer = checkpoint.Checkpointer(sys.argv[3])
-        mesh = jax.make_mesh((4, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
-        values = np.arange(2**16, dtype=np.float32).reshape(256, 256)
-        sharding = NamedSharding(mesh, P("t", "d"))
-        x = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
-    """
-    arguments = [f"localhost:{free_port()}", str(tmp_path)]
-    script = textwrap.dedent(head) + textwrap.dedent(program)
+OF_TWO = """
+import os, resource, sys
+rank = int(sys.argv[1])
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, numpy as np
+jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=rank)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.experimental import multihost_utils
+from shardwright.program import checkpoint
+from shardwright.program.checkpoint import Store
+checkpoint.COMMIT_TIMEOUT_S = 20
+checkpointer = checkpoint.Checkpointer(sys.argv[3])
+mesh = jax.make_mesh((4, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
+values = np.arange(2**16, dtype=np.float32).reshape(256, 256)
+sharding = NamedSharding(mesh, P("t", "d"))
+x = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+checkpoint.SMALL_BYTES = 0
+
+# Both have the same shards of these: each writes half of the bytes.
+replicas = jax.make_mesh((2, 4), ("r", "d"), axis_types=(AxisType.Explicit,) * 2)
+on = NamedSharding(replicas, P(None, "d"))
+odd = values.copy()
+odd[0, :3] = -0.0, np.nan, np.float32(1e-45)
+odd.view(np.uint32)[0, 3] = 0x7FC12345  # a NaN with a payload
+rolled = {f"x{i}": np.roll(odd, i, 1) for i in range(3)}
+state = {k: jax.make_array_from_callback(v.shape, on, v.__getitem__) for k, v in rolled.items()}
+with checkpoint.Checkpointer(f"{sys.argv[3]}/replicas") as of_replicas:
+    of_replicas.save(5, state, {})
+multihost_utils.sync_global_devices("saved")
+like = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for k, v in state.items()}
+for name, v in of_replicas.restore(5, like).items():
+    for shard, was in zip(v.addressable_shards, state[name].addressable_shards):
+        assert np.asarray(shard.data).tobytes() == np.asarray(was.data).tobytes(), name
+def told(action):
+    try:
+        action()
+    except Exception as error:
+        print("told:", type(error).__name__, error)
+    multihost_utils.sync_global_devices("told")
+
+if rank:
+    Store.directories = None  # only the first lists what is there
+assert checkpointer.latest_step() is None
+checkpointer.save(1234567, {"x": x, "n": jax.device_put(np.int32(5), NamedSharding(mesh, P()))}, {"a": 1})
+checkpointer.wait()
+step = checkpointer.latest_step()
+structs = {
+    "x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("d", None))),
+    "n": jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P())),
+}
+restored = checkpointer.restore(step, structs)
+for shard in restored["x"].addressable_shards:
+    assert (np.asarray(shard.data) == values[shard.index]).all()
+print("restored", step, int(restored["n"]))
+read, failures = Store.read, ["Input/output error"] * (rank == 0)
+def failing(self, *place):
+    if failures:
+        raise OSError(5, failures.pop())
+    return read(self, *place)
+Store.read = failing
+checkpointer.save(1234568, {"x": x}, {})
+told(checkpointer.wait)
+told(lambda: checkpointer.save(1234567, {"x": x}, {}))
+
+if rank == 1:
+    shard = x.addressable_shards[0]
+    chunk = "/".join(str(at.start // size) for at, size in zip(shard.index, shard.data.shape))
+    with open(f"{sys.argv[3]}/0001234567/x/c/{chunk}", "r+b") as file:
+        file.write(b"wrong")
+multihost_utils.sync_global_devices("spoiled")
+told(lambda: checkpointer.restore(1234567, structs))
+
+if rank == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
+checkpointer.save(1234569, {"x": x}, {})
+told(checkpointer.wait)
+print("latest:", checkpointer.latest_step())
+"""
+
+
+@pytest.mark.long
+def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
+    """Two JAX processes of 4 devices each."""
+    address = f"localhost:{free_port()}"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), *arguments],
+            [sys.executable, "-c", OF_TWO, str(rank), address, str(tmp_path)],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -328,84 +352,10 @@ def run_processes(tmp_path, program):
         for rank in range(2)
     ]
     try:
-        return [process.communicate(timeout=60)[0] for process in processes]
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-
-
-@pytest.mark.long
-def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
-    outputs = run_processes(
-        tmp_path,
-        """
-        import resource
-        from jax.experimental import multihost_utils
-        from shardwright.program import checkpoint
-        from shardwright.program.checkpoint import Store
-        checkpoint.SMALL_BYTES = 0
-
-        # Both have the same shards of these: each writes half of the bytes.
-        replicas = jax.make_mesh((2, 4), ("r", "d"), axis_types=(AxisType.Explicit,) * 2)
-        on = NamedSharding(replicas, P(None, "d"))
-        odd = values.copy()
-        odd[0, :3] = -0.0, np.nan, np.float32(1e-45)
-        odd.view(np.uint32)[0, 3] = 0x7FC12345  # a NaN with a payload
-        rolled = {f"x{i}": np.roll(odd, i, 1) for i in range(3)}
-        state = {k: jax.make_array_from_callback(v.shape, on, v.__getitem__) for k, v in rolled.items()}
-        with checkpoint.Checkpointer(f"{sys.argv[3]}/replicas") as of_replicas:
-            of_replicas.save(5, state, {})
-        multihost_utils.sync_global_devices("saved")
-        like = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for k, v in state.items()}
-        for name, v in of_replicas.restore(5, like).items():
-            for shard, was in zip(v.addressable_shards, state[name].addressable_shards):
-                assert np.asarray(shard.data).tobytes() == np.asarray(was.data).tobytes(), name
-        def told(action):
-            try:
-                action()
-            except Exception as error:
-                print("told:", type(error).__name__, error)
-            multihost_utils.sync_global_devices("told")
-
-        if rank:
-            Store.directories = None  # only the first lists what is there
-        assert checkpointer.latest_step() is None
-        checkpointer.save(1234567, {"x": x, "n": jax.device_put(np.int32(5), NamedSharding(mesh, P()))}, {"a": 1})
-        checkpointer.wait()
-        step = checkpointer.latest_step()
-        structs = {
-            "x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("d", None))),
-            "n": jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P())),
-        }
-        restored = checkpointer.restore(step, structs)
-        for shard in restored["x"].addressable_shards:
-            assert (np.asarray(shard.data) == values[shard.index]).all()
-        print("restored", step, int(restored["n"]))
-        read, failures = Store.read, ["Input/output error"] * (rank == 0)
-        def failing(self, *place):
-            if failures:
-                raise OSError(5, failures.pop())
-            return read(self, *place)
-        Store.read = failing
-        checkpointer.save(1234568, {"x": x}, {})
-        told(checkpointer.wait)
-        told(lambda: checkpointer.save(1234567, {"x": x}, {}))
-
-        if rank == 1:
-            shard = x.addressable_shards[0]
-            chunk = "/".join(str(at.start // size) for at, size in zip(shard.index, shard.data.shape))
-            with open(f"{sys.argv[3]}/0001234567/x/c/{chunk}", "r+b") as file:
-                file.write(b"wrong")
-        multihost_utils.sync_global_devices("spoiled")
-        told(lambda: checkpointer.restore(1234567, structs))
-
-        if rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
-        checkpointer.save(1234569, {"x": x}, {})
-        told(checkpointer.wait)
-        print("latest:", checkpointer.latest_step())
-        """,
-    )
     for i, output in enumerate(outputs):
         assert "restored 1234567 5" in output, output
         begin, there, damage, full = [
