@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,7 +25,7 @@ from shardwright.settings.exits import (
     LostError,
     exit_of,
 )
-from tests.support.processes import ROOT, Run, free_port
+from tests.support.processes import Run, free_port
 
 HOST = socket.gethostname()
 # Short enough for a test, long enough for a machine that is busy with other tests.
@@ -36,34 +34,22 @@ LIMITS = [
     "distributed.stall_timeout=15",
     "distributed.join_timeout=120",
 ]
-STEPS = 16
+STEPS = 12
 
 
-@pytest.fixture
-def initialized(monkeypatch):
-    """What jax.distributed.initialize is called with."""
+@pytest.mark.quick
+def test_who_joins_and_with_which_devices(monkeypatch):
+    """A single process joins nothing, not even as a task of Slurm, where JAX would find others."""
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    return calls
-
-
-@pytest.mark.quick
-def test_a_single_process_joins_nothing(initialized):
-    """Not even as a task of Slurm, where JAX would find others."""
-    os.environ |= slurm(count=4, i=1)
+    monkeypatch.setattr(os, "environ", os.environ | slurm(count=4, i=1))
     for settings in (DistributedConfig(), DistributedConfig(count=1, id=0)):
         start_devices(settings, HardwareConfig())
-    assert initialized == []
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("devices", "local"), [("all", []), ("one", None)])
-def test_all_devices_of_a_host_are_used_unless_one_is_asked_for(devices, local, initialized):
-    start_devices(DistributedConfig(auto=True, devices=devices), HardwareConfig())
-    (arguments,) = initialized
-    assert arguments["local_device_ids"] == local
-    assert "coordinator_address" not in arguments
+    assert calls == []
+    for devices in ("all", "one"):
+        start_devices(DistributedConfig(auto=True, devices=devices), HardwareConfig())
+    assert [arguments["local_device_ids"] for arguments in calls] == [[], None]
+    assert not any("coordinator_address" in arguments for arguments in calls)
 
 
 # ---- joining -------------------------------------------------------------------------------------
@@ -80,36 +66,15 @@ def slurm(count: int, i: int, job: int = 0) -> dict[str, str]:
     }
 
 
-def end_of(*overrides: str) -> tuple[int, str, float]:
-    """Exit code, stderr and seconds of the program as one process."""
-    began = time.monotonic()
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    program = [
-        sys.executable,
-        "-m",
-        "train",
-        "--config-name=local_test_synthetic",
-        "paths.model_name=run",
-        *overrides,
-    ]
-    done = subprocess.run(program, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
-    return done.returncode, done.stderr, time.monotonic() - began
-
-
 @pytest.mark.long
-def test_processes_that_do_not_come_are_missed():
+def test_processes_that_do_not_come_are_missed(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     who = [f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=1"]
-    code, errors, seconds = end_of(*who, "distributed.join_timeout=2")
-    assert code == LOST.code
-    missed = (
-        f"Error: process 1 on {HOST}: not all processes found one another within 2 s "
-        "(distributed.join_timeout)"
-    )
-    assert (
-        f"{missed}. Check that process 0 runs and that all hosts reach it at {address}." in errors
-    )
-    assert seconds < 30
+    run = Run(tmp_path, 1, 1, *who, "distributed.join_timeout=2")
+    assert run.wait(60) == [LOST.code]
+    missed = f"process 1 on {HOST}: not all processes found one another within 2 s "
+    assert f"{missed}(distributed.join_timeout)" in run.stderr(0)
+    assert f"Check that process 0 runs and that all hosts reach it at {address}" in run.stderr(0)
 
 
 @pytest.mark.long
@@ -117,8 +82,8 @@ def test_a_count_that_is_not_that_of_the_processes(tmp_path):
     """Under Slurm with two tasks, of which the configuration expects three: all end, each with this
     error.
     """
-    environment = [slurm(2, i, job=free_port()) for i in range(2)]
-    environment[1]["SLURM_JOB_ID"] = environment[0]["SLURM_JOB_ID"]
+    job = free_port()
+    environment = [slurm(2, i, job) for i in range(2)]
     run = Run(tmp_path, 2, 1, "distributed.count=3", *LIMITS, environment=environment)
     assert run.wait() == [1, 1]
     for i in range(2):

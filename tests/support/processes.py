@@ -13,22 +13,20 @@ from tests.support.simulated import xla_flags
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
-    *(
-        "model.layers=2",
-        "model.d_model=32",
-        "model.d_ff=32",
-        "model.n_kv=4",
-        "model.n_q_per_kv=1",
-        "model.d_head=8",
-    ),
-    *(
-        "training.batch_size=8",
-        "training.seq_len=16",
-        "training.compute_dtype=f32",
-        "training.eval_batches=0",
-    ),
+    "model.layers=1",
+    "model.d_model=32",
+    "model.d_ff=32",
+    "model.n_kv=4",
+    "model.n_q_per_kv=1",
+    "model.d_head=8",
+    "training.batch_size=8",
+    "training.seq_len=16",
+    "training.compute_dtype=f32",
+    "training.eval_batches=0",
     "training.report=false",
-    *("optimizer.warmup_steps=2", "optimizer.schedule_steps=1000", "optimizer.learning_rate=1e-2"),
+    "optimizer.warmup_steps=2",
+    "optimizer.schedule_steps=1000",
+    "optimizer.learning_rate=1e-2",
 ]
 """A model that compiles in seconds."""
 
@@ -47,7 +45,7 @@ class Run:
         count: processes.
         devices: of each.
         overrides: of the configuration, behind SMALL.
-        hooks: Python source by process, run before the program; `root` is defined there.
+        hooks: Python source by process, run before the program.
         environment: by process, in place of distributed.coordinator, count and id.
     """
 
@@ -60,40 +58,23 @@ class Run:
         hooks: Mapping[int, str] | None = None,
         environment: Sequence[Mapping[str, str]] | None = None,
     ):
-        self.root, self.directory, self.started = root, root / "run", time.monotonic()
+        self.root, self.directory = root, root / "run"
         root.mkdir(exist_ok=True, parents=True)
         address = f"distributed.coordinator=127.0.0.1:{free_port()}"
         self.processes = []
         for i in range(count):
-            who = (
-                [address, f"distributed.count={count}", f"distributed.id={i}"] if count > 1 else []
-            )
+            who = [address, f"distributed.count={count}", f"distributed.id={i}"] * (count > 1)
             if environment:
                 who = ["distributed.auto=true"]
-            settings = [
-                f"paths.root_working_dir={root}",
-                "paths.model_name=run",
-                *SMALL,
-                *who,
-                *overrides,
-            ]
-            env = os.environ | {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu", "PATH": ""}
-            env |= environment[i] if environment else {}
             path = root / f"hook{i}"
             path.mkdir(exist_ok=True)
-            hook = (hooks or {}).get(i, "")
-            (path / "sitecustomize.py").write_text(
-                f"from pathlib import Path\nroot = Path({str(root)!r})\n{hook}\n"
-            )
-            env["PYTHONPATH"] = f"{path}:{ROOT}"
+            (path / "sitecustomize.py").write_text((hooks or {}).get(i, ""))
+            env = os.environ | {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu", "PATH": ""}
+            env |= {"PYTHONPATH": f"{path}:{ROOT}"} | (environment[i] if environment else {})
+            program = [sys.executable, "-m", "train", "--config-name=local_test_synthetic"]
+            program += [f"paths.root_working_dir={root}", "paths.model_name=run"]
+            program += [*SMALL, *who, *overrides]
             with open(root / f"stdout{i}", "w") as out, open(root / f"stderr{i}", "w") as err:
-                program = [
-                    sys.executable,
-                    "-m",
-                    "train",
-                    "--config-name=local_test_synthetic",
-                    *settings,
-                ]
                 self.processes.append(
                     subprocess.Popen(program, cwd=ROOT, env=env, stdout=out, stderr=err)
                 )
@@ -104,48 +85,26 @@ class Run:
     def stderr(self, i: int) -> str:
         return (self.root / f"stderr{i}").read_text()
 
-    def wait(self, timeout_s: float = 240, but: Sequence[int] = ()) -> list[int | None]:
-        """Exit codes of all processes but those; each ends in time, or all are killed and the test
-        fails.
-        """
+    def wait(self, timeout_s: float = 240) -> list[int | None]:
+        """Exit codes of all processes; each ends in time, or all are killed and the test fails."""
         deadline = time.monotonic() + timeout_s
         try:
-            for i, process in enumerate(self.processes):
-                if i not in but:
-                    process.wait(max(0.1, deadline - time.monotonic()))
+            for process in self.processes:
+                process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            said = "\n".join(
-                f"--- {i}\n{self.stdout(i)[-1500:]}\n{self.stderr(i)[-3000:]}" for i in self._all()
-            )
-            raise AssertionError(f"process {i} did not end within {timeout_s} s:\n{said}") from None
+            raise AssertionError(f"not ended in {timeout_s} s:\n{self._said()}") from None
         finally:
-            if sys.exc_info()[0]:
-                self.kill()
-        return [process.poll() for process in self.processes]
+            for process in self.processes:
+                process.kill()
+        return [process.wait() for process in self.processes]
 
     def succeed(self) -> "Run":
-        codes = self.wait()
-        assert codes == [0] * len(codes), "\n".join(
-            f"--- {i}\n{self.stderr(i)[-3000:]}" for i in self._all()
-        )
+        assert not any(self.wait()), self._said()
         return self
 
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-    def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
-        """Returns when the metrics of `step` are written."""
-        deadline = time.monotonic() + timeout_s
-        while len(self.losses()) <= step:
-            ended = [i for i in self._all() if self.processes[i].poll() is not None]
-            if ended or time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(
-                    f"processes {ended} ended before step {step}:\n{self.stderr((ended or [0])[0])}"
-                )
-            time.sleep(0.02)
+    def _said(self) -> str:
+        outputs = [(self.stdout(i), self.stderr(i)) for i in range(len(self.processes))]
+        return "\n---\n".join(f"{out[-1500:]}\n{error[-3000:]}" for out, error in outputs)
 
     def losses(self) -> list[float]:
         """By step, each once and in order."""
@@ -155,6 +114,3 @@ class Run:
         steps = [line for line in lines if "event" not in line]
         assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
         return [line["loss"] for line in steps]
-
-    def _all(self) -> range:
-        return range(len(self.processes))
