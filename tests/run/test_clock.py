@@ -82,33 +82,24 @@ def test_the_time_of_earlier_starts_counts(seconds):
     assert not Stopwatch(None, 120.0).is_over
 
 
-SCHEDULES = {
-    "cosine": {"schedule": "cosine"},
-    "linear": {"schedule": "linear", "final_fraction": 0.0},
-    "wsd": {"schedule": "wsd", "cooldown_steps": 4},
-}
 END = 12
 """Of tiny.optimizer's schedule; its warmup has 3 steps."""
-
-
-def decay_of(settings: dict, peak: float):
-    """The decay by optax, from the peak to the floor, as a function of the share of the time."""
-    floor = settings.get("final_fraction", 0.1)
-    begin = END - settings.get("cooldown_steps", END - 3)
-    if settings["schedule"] == "cosine":
-        decay = optax.cosine_decay_schedule(peak, END - begin, floor)
-    else:
-        decay = optax.linear_schedule(peak, floor * peak, END - begin)
-    return lambda share: float(decay(max(0.0, share * END - begin)))
+SCHEDULES = {
+    "cosine": lambda peak: optax.cosine_decay_schedule(peak, END - 3, 0.1),
+    "linear": lambda peak: optax.linear_schedule(peak, 0.0, END - 3),
+    "wsd": lambda peak: optax.linear_schedule(peak, 0.1 * peak, 4, END - 7),
+}
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_decay_follows_the_clock_and_the_warmup_the_steps(name):
-    c = tiny.optimizer(learning_rate=0.02, **SCHEDULES[name])
-    decay = decay_of(SCHEDULES[name], 0.02)
+    settings = {"linear": {"final_fraction": 0.0}, "wsd": {"cooldown_steps": 4}}.get(name, {})
+    c = tiny.optimizer(learning_rate=0.02, schedule=name, **settings)
+    decay = SCHEDULES[name](0.02)
     for step, share in ((0, 0.0), (1, 0.9), (3, 0.0), (5, 0.5), (10_000, 0.8), (9, 1.2)):
-        expected = step / 3 * 0.02 if step < 3 else decay(min(share, 1.0))
+        after_warmup = max(0.0, min(share, 1.0) * END - 3)
+        expected = step / 3 * 0.02 if step < 3 else decay(after_warmup)
         found = train.rates.learning_rate(np.int32(step), c, np.float32(share * END))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
 
@@ -124,10 +115,7 @@ def test_a_step_that_takes_no_position_is_refused():
 
     spec = dataclasses.replace(train.SPEC, make_training_step=make_training_step)
     step = trace_step(c, model, tiny.mesh("d=4 t=2"), spec=spec)
-    with pytest.raises(
-        ValueError,
-        match=r"training.minutes is 5.0, .* takes no schedule_step: add this last argument",
-    ):
+    with pytest.raises(ValueError, match=r"minutes is 5.0, .* takes no schedule_step: add this"):
         step.traced  # noqa: B018
 
 
@@ -139,9 +127,8 @@ def run(directory: Path, minutes: float, **changes) -> list[dict]:
     c = tiny.config(tiny.model(vocab=1280, layers=1))
     c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
     c.mesh.d, c.mesh.t = 4, 2  # on which a replay runs
-    c.training = dataclasses.replace(
-        c.training, steps=None, minutes=minutes, eval_batches=0, **changes
-    )
+    settings = {"steps": None, "minutes": minutes, "eval_batches": 0, **changes}
+    c.training = dataclasses.replace(c.training, **settings)
     directory.mkdir(exist_ok=True)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         train.train(c, load_model(c.model), directory)
@@ -173,8 +160,11 @@ def test_a_run_of_minutes_ends_resumes_and_is_replayed(tmp_path, monkeypatch, ca
     elapsed = [line["elapsed"] for line in steps]
     assert (np.diff(elapsed[:done]) > 0).all()
     assert 0.5 <= elapsed[done] < 0.6, "half of the time was used"
-    decay = decay_of({"schedule": "cosine"}, 1e-2)
-    expected = [i / 3 * 1e-2 if i < 3 else decay(share) for i, share in enumerate(elapsed)]
+    decay = SCHEDULES["cosine"](1e-2)
+    expected = [
+        i / 3 * 1e-2 if i < 3 else decay(max(0.0, share * END - 3))
+        for i, share in enumerate(elapsed)
+    ]
     np.testing.assert_allclose([line["learning_rate"] for line in steps], expected, rtol=1e-5)
     assert sum(line.get("event") == "compiled" for line in lines) == 2, "once a start"
 
