@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shardwright.data.checks import check_ranges
+from shardwright.data.loader import TokenBatch
 from shardwright.huggingface import as_transformers_reads, families
 from shardwright.huggingface.check import mapping_of
 from shardwright.inspect.soundness import find_unsound
@@ -25,10 +26,15 @@ from tests.support import tiny, transformers_models
 from tests.support.huggingface_models import to_run
 from tests.support.transformers_models import KINDS, config_of, logits_of_documents, theirs
 
+LENGTH = 32
+
 
 @functools.cache
 def imported(name: str):
     return transformers_models.imported(theirs(name))
+
+
+LOGITS = [(name, {}) for name in KINDS] + [("DeepseekV3", {"rope_interleave": False})]
 
 
 def ours(name: str, **changes) -> family.ModelConfig:
@@ -57,23 +63,36 @@ def test_there_and_back_is_the_same_to_the_bit(name, tmp_path):
     assert dataclasses.replace(again, module=c.module) == c
 
 
+def test_every_family_is_compared():
+    assert {config_of(name).model_type for name in KINDS} == {"gpt2", *families.KINDS}
+
+
+@pytest.mark.parametrize(("name", "changes"), LOGITS)
+def test_logits_are_those_of_transformers(name, changes, one_device):
+    """Of two rows, longer than windows and what YaRN stretches; one has two documents.
+
+    Gradients: tests/train/test_oracles.py. DeepSeek's RoPE usually turns neighbors, and halves
+    without rope_interleave.
+    """
+    model = theirs(name, **changes)
+    c, w = transformers_models.imported(model)
+    starts = np.zeros((2, LENGTH), bool)
+    starts[[0, 1, 1], [0, 0, 11]] = True
+    targets = np.random.default_rng(0).integers(0, c.vocab, starts.shape).astype(np.uint32)
+    batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=np.ones_like(starts))
+    expected = logits_of_documents(model, batch, c.bos_id).detach().numpy()
+    assert np.abs(expected).max() > 0.5
+    found = models.logits_of(c, seq_len=LENGTH, batch_size=2)(w, batch)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["GptOss", "DeepseekV3"])
-def test_logits_and_greedy_text_are_those_of_transformers(name, one_device, tmp_path):
-    """DeepSeek's RoPE turns halves here, where it usually turns neighbors.
-
-    Gradients: tests/train/test_oracles.py.
-    """
+def test_a_greedy_text_is_that_of_transformers(name, tmp_path):
+    """Of DeepSeek with a RoPE that turns halves."""
     model = theirs(name, **{"rope_interleave": False} if name == "DeepseekV3" else {})
     model.save_pretrained(tmp_path / "model")
     to_run(tmp_path / "model", tmp_path / "run", check=False)
-    c, w = models.read(tmp_path / "run")
-    batch, logits = models.rows(c), models.logits_of(c)
-    expected = logits_of_documents(model, batch, c.bos_id).detach().numpy()
-    assert np.abs(expected).max() > 0.5
-    np.testing.assert_allclose(
-        logits(w, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max()
-    )
     settings = generate.Settings(
         run=str(tmp_path / "run"),
         prompt_ids=[],
@@ -84,7 +103,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(name, one_device, tmp_
         mesh=MeshChoice(r=8, d=1, t=1),
     )
     (text,) = generate.generate(settings)
-    start = model.dummy_inputs["input_ids"].new_tensor([[c.bos_id]])
+    start = model.dummy_inputs["input_ids"].new_tensor([[model.config.bos_token_id]])
     greedy = model.generate(start, max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert greedy[0, 1:].tolist() == text["ids"]
 

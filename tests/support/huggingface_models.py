@@ -58,8 +58,7 @@ def weights(c: train.ModelConfig, seed: int = 7) -> train.Transformer:
 
 
 def settings(c: train.ModelConfig, filespec: str = "unused", **training):
-    config = tiny.config(c, **training)
-    config.training.seq_len = LENGTH
+    config = tiny.config(c, **{"seq_len": LENGTH} | training)
     config.data.filespec = filespec
     return config
 
@@ -111,11 +110,12 @@ def rows(c: train.ModelConfig, seed: int = 0) -> TokenBatch:
     return TokenBatch(targets=targets, is_seq_start=is_start, loss_mask=np.ones_like(is_start))
 
 
-def logits_of(c: train.ModelConfig):
+def logits_of(c: train.ModelConfig, **training):
     """A function from weights and a batch to our logits, on the mesh in force."""
 
     def compute(w: load_model(c).Weights, batch: TokenBatch) -> f32["B/r/d L V/t"]:
-        return tiny.logits(w, batch, settings(c))
+        return tiny.logits(w, batch, settings(c, **training))
 
     compiled = tiny.per_device(compute)
-    return lambda w, batch: np.asarray(compiled(w, tiny.place(batch, TokenBatch)))
+    kind = load_model(c).Weights
+    return lambda w, batch: np.asarray(compiled(tiny.place(w, kind), tiny.place(batch, TokenBatch)))
