@@ -143,7 +143,7 @@ def test_heads_for_further_tokens_are_left_out_by_name(tmp_path):
 @pytest.mark.long
 def test_a_step_is_proved():
     more = {"rotary_share": 0.5, "sinks": True, "out_bias": True, "n_q_per_kv": 4}
-    c = tiny.config(ours("Gemma3", layers=3, **more), batch_size=4, seq_len=8)
+    c = tiny.config(ours("Gemma3", layers=3, **more), batch_size=2, seq_len=8)
     with tiny.abstract_mesh(dict.fromkeys("prdect", 1) | {"d": 2, "c": 2, "t": 2}):
         found = find_unsound(trace_step(c, load_model(c.model)))
     assert [str(finding) for finding in found] == []

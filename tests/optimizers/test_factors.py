@@ -132,8 +132,7 @@ def test_factors_of_stages_are_in_the_order_of_the_layers_in_checkpoints():
 @pytest.mark.long
 def test_the_step_is_proved():
     """Of SOAP: its updates on several devices are those of numpy below."""
-    recipe = ADAFACTOR
-    c, mesh = config(recipe), tiny.mesh("p=2 d=2 t=2").abstract_mesh
+    c, mesh = config(ADAFACTOR), tiny.mesh("p=2 d=2 t=2").abstract_mesh
     c.training.microbatches, c.pipeline = 2, PipelineConfig(schedule="1f1b")
     with jax.sharding.use_abstract_mesh(mesh):
         assert find_unsound(trace_step(c, load_model(c.model), mesh)) == []
@@ -142,8 +141,8 @@ def test_the_step_is_proved():
 # ---- updates in f64 ------------------------------------------------------------------------------
 
 
-def config(recipe: str, **changes):
-    c = tiny.config(tiny.model(layers=4))
+def config(recipe: str, layers: int = 4, **changes):
+    c = tiny.config(tiny.model(layers=layers), batch_size=4, seq_len=8)
     settings = (
         {"warmup_steps": 0, "clip_norm": 1e9, "weight_decay": 0.0} | SETTINGS[recipe] | changes
     )
@@ -251,8 +250,8 @@ def test_adafactor_is_optaxs():
     same(path, expected)
 
 
-def load_table():
-    return train.Llama(tiny.model(layers=4)).table
+def load_table(layers: int = 4):
+    return train.Llama(tiny.model(layers=layers)).table
 
 
 # ---- SOAP ----------------------------------------------------------------------------------------
@@ -330,8 +329,8 @@ def test_soap_is_its_algorithm(chosen, decay, longest, mesh, monkeypatch):
     """With a basis of each side of rectangular matrices, and of the shorter one alone."""
     monkeypatch.setattr(of_soap, "FREQUENCY", 2)
     monkeypatch.setattr(of_soap, "LONGEST", longest)
-    settings = {"weight_decay": decay, "groups": [GroupConfig(chosen, algorithm=SOAP)]}
-    table, c = load_table(), config(SOAP, **settings)
+    settings = {"weight_decay": decay, "groups": [GroupConfig(chosen, algorithm=SOAP)], "layers": 2}
+    table, c = load_table(layers=2), config(SOAP, **settings)
     path = [parameters(state.weights, table) for state in updated(SOAP, mesh, **settings)]
     # The rounded constants count for more in the larger bases.
     same(

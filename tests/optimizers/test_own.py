@@ -70,7 +70,7 @@ def test_a_name_of_none_or_of_another_kind(changes, message):
 
 @pytest.mark.long
 def test_an_own_loss_is_proved_with_the_step():
-    c = tiny.config()
+    c = tiny.config(tiny.model(layers=1))
     c.optimizer = tiny.optimizer(loss="tests.support.own_parts:mixes_sequences")
     with (
         jax.set_mesh(tiny.mesh("one device")),
@@ -92,7 +92,7 @@ def test_a_function_of_its_modules_name_stays_an_attribute_of_the_package(tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     package = importlib.import_module("own_losses")
     function = package.half
-    c = tiny.config()
+    c = tiny.config(tiny.model(layers=1), batch_size=4, seq_len=8)
     c.optimizer = tiny.optimizer(loss="own_losses:half")
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         check_steps(tiny.step(c))
