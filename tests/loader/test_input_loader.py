@@ -5,6 +5,7 @@ import threading
 import time
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -55,26 +56,18 @@ def all_rows(loader, num_steps):
     return jax.tree.leaves(jax.tree.map(lambda *x: np.concatenate(x), *found))
 
 
-# ---- the order -----------------------------------------------------------------------------------
-
-
 PINNED = [
     # size, seed, epoch, the places of 0, 1, 2 …
-    (1, 0, 0, [0]),
     (8, 0, 0, [6, 2, 3, 4, 5, 0, 7, 1]),
     (1000, 0, 0, [547, 516, 856, 238, 22, 7]),
     (1000, 0, 1, [193, 521, 420, 108, 472, 342]),
-    (1000, 1, 0, [80, 679, 85, 659, 669, 69]),
     (10**12, 2**63 - 1, 7, [432890053181, 938387019267, 841437347970]),
     (2**62 - 1, 5, 1000000, [4021838166610281275, 4204382803437407748, 3158023262605754969]),
 ]
 
 
 def test_permutation_is_pinned():
-    """These values may never change: a run that resumes would see other batches.
-
-    Python's integers gave them.
-    """
+    """Python's integers gave these values. Other ones would give runs that resume other batches."""
     for size, seed, epoch, places in PINNED:
         n = len(places)
         assert order.permute(np.arange(n), size, seed, np.full(n, epoch)).tolist() == places
@@ -84,9 +77,6 @@ def test_permutation_is_a_bijection():
     for size in [*range(1, 70), 1023, 1024, 1025, 65537]:
         places = order.permute(np.arange(size), size, 17, np.full(size, size % 3))
         np.testing.assert_array_equal(np.sort(places), np.arange(size), err_msg=f"{size=}")
-
-
-# ---- rows ----------------------------------------------------------------------------------------
 
 
 def test_packed_in_order(dataset):
@@ -103,38 +93,31 @@ def test_packed_in_order(dataset):
     assert (targets.dtype, is_seq_start.dtype, loss_mask.dtype) == (np.uint32, np.bool_, np.bool_)
 
 
-@pytest.mark.parametrize(("seed", "batch_size"), [(0, 1), (1, 7)])
-def test_each_epoch_holds_each_window_once(dataset, seed, batch_size):
+def test_each_epoch_holds_each_window_once(dataset):
     path, ids, _ = dataset
-    loader = FlatTokensLoader(DataConfig(filespec=path, seed=seed), "train", batch_size, SEQ_LEN)
+    loader = FlatTokensLoader(DataConfig(filespec=path, seed=1), "train", 7, SEQ_LEN)
     n = ids.size // SEQ_LEN
-    targets, *_ = all_rows(loader, -(-3 * n // batch_size))
+    targets, *_ = all_rows(loader, -(-3 * n // 7))
     windows = ids[: n * SEQ_LEN].reshape(n, SEQ_LEN)
     which = {int(window[0]): i for i, window in enumerate(windows)}
-    order = np.array([which[int(row[0])] for row in targets])
-    np.testing.assert_array_equal(targets, windows[order])
-    orders = order[: 3 * n].reshape(3, n)
+    found = np.array([which[int(row[0])] for row in targets])
+    np.testing.assert_array_equal(targets, windows[found])
+    orders = found[: 3 * n].reshape(3, n)
     np.testing.assert_array_equal(np.sort(orders), np.broadcast_to(np.arange(n), (3, n)))
     assert not (orders[0] == orders[1]).all()
     assert not (orders[0] == np.arange(n)).all()
-    assert [*loader.passes(1).values()] == [Fraction(batch_size, n)]
+    assert [*loader.passes(1).values()] == [Fraction(7, n)]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_unpacked(dataset, shuffle):
+def test_unpacked(dataset):
     path, ids, starts = dataset
-    config = DataConfig(filespec=path, sequence_packing=False, shuffle=shuffle)
-    loader = FlatTokensLoader(config, "train", 8, SEQ_LEN)
-    documents = {int(document[0]): document for document in np.split(ids, starts[1:])}
-    targets, is_seq_start, loss_mask = all_rows(loader, 5)
-    assert max(map(len, documents.values())) > SEQ_LEN
-    for row, mask in zip(targets, loss_mask, strict=True):
-        document = documents.pop(int(row[0]))[:SEQ_LEN]
-        np.testing.assert_array_equal(row, np.pad(document, (0, SEQ_LEN - len(document))))
-        np.testing.assert_array_equal(mask, np.arange(SEQ_LEN) < len(document))
-    assert not documents
-    np.testing.assert_array_equal(is_seq_start, np.tile(np.arange(SEQ_LEN) == 0, (40, 1)))
-    assert shuffle or targets[:, 0].tolist() == ids[starts].tolist()
+    config = DataConfig(filespec=path, sequence_packing=False, shuffle=False)
+    found = all_rows(FlatTokensLoader(config, "train", 8, SEQ_LEN), 5)
+    for document, row, is_seq_start, mask in zip(np.split(ids, starts[1:]), *found, strict=True):
+        document = document[:SEQ_LEN]
+        np.testing.assert_array_equal(row, np.pad(document, (0, SEQ_LEN - document.size)))
+        np.testing.assert_array_equal(mask, np.arange(SEQ_LEN) < document.size)
+        np.testing.assert_array_equal(is_seq_start, np.arange(SEQ_LEN) == 0)
 
 
 @pytest.mark.parametrize("length", [7, 24])
@@ -151,14 +134,11 @@ def test_another_length_goes_on_after_the_tokens_that_were_read(dataset, length)
         np.testing.assert_array_equal(targets, ids[(starts or [0])[0] :][:length])
 
 
-# ---- errors --------------------------------------------------------------------------------------
-
-
 ERRORS = [
     ({"vocab_size": NUM_IDS}, f"ids up to {NUM_IDS}, .* Set the vocabulary to {NUM_IDS + 1} or"),
     ({"seq_len": 10**6}, r"too short: \d+ tokens do not fill one sequence of seq_len 1000000"),
-    ({"batch_size": 0}, "batch_size is 0; it must be at least 1 and below"),
-    ({"seq_len": 0}, "seq_len is 0; it must be at least 1 and below"),
+    ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+    ({"seq_len": 0}, "seq_len is 0; it must be at least 1"),
     ({"microbatches": 3}, r"of 4 sequences .* into 3 microbatches .* Choose a multiple of 3 for"),
     ({"microbatches": 0}, "microbatches is 0; it must be at least 1"),
     ({"mesh": "r=2 d=2 t=2", "microbatches": 2}, r"2 microbatches on the mesh .*'d': 2.* of 8 for"),
@@ -180,27 +160,19 @@ def test_clear_errors(dataset, changes, message):
         load(**good | changes)
 
 
-# ---- on the devices ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("batch", "microbatches", "padded", "mesh"), [(6, 1, 8, "d=8"), (12, 2, 16, "d=2 e=4")]
-)
-def test_padding_has_no_targets(batch, microbatches, padded, mesh):
+def test_padding_has_no_targets():
     data = DataConfig(filespec=SYNTHETIC)
-    with jax.set_mesh(tiny.mesh(mesh)):
-        loader = make_loader(data, "validation", batch, 16, 1024, microbatches=microbatches)
-        found = jax.tree.map(lambda x: np.asarray(x).reshape(padded, 16), loader.load(1))
-    expected = loader.sequences(1, np.arange(batch))
-    assert found.loss_mask[:batch].all()
-    assert not found.loss_mask[batch:].any()
-    np.testing.assert_array_equal(found.targets[:batch], expected.targets)
-    np.testing.assert_array_equal(found.is_seq_start[:batch], expected.is_seq_start)
+    with jax.set_mesh(tiny.mesh("d=2 e=4")):
+        loader = make_loader(data, "validation", 12, 16, 1024, microbatches=2)
+        found = jax.tree.map(lambda x: np.asarray(x).reshape(16, 16), loader.load(1))
+    expected = loader.sequences(1, np.arange(12))
+    assert expected.loss_mask.all()
+    assert not found.loss_mask[12:].any()
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:12], y), found, expected)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "packing", "microbatches"),
-    [("one device", True, 2), ("r=2 d=2 t=2", False, 4), ("p=2 d=2 t=2", True, 2)],
+    ("mesh", "packing", "microbatches"), [("r=2 d=2 t=2", False, 4), ("p=2 d=2 t=2", True, 2)]
 )
 def test_batches_and_their_microbatches_are_the_same_on_every_mesh(
     dataset, mesh, packing, microbatches
@@ -222,49 +194,40 @@ def test_batches_and_their_microbatches_are_the_same_on_every_mesh(
             np.testing.assert_array_equal(shard.data, expected[shard.index])
 
 
-class OneHost:
-    """A sharding of which a host has a part of the devices."""
-
-    def __init__(self, sharding, devices):
-        self.sharding, self.devices = sharding, devices
-
-    def addressable_devices_indices_map(self, shape):
-        every = self.sharding.devices_indices_map(shape)
-        return {device: every[device] for device in self.devices}
-
-
-def blocks_of(shape, sharding, shard):
+def blocks_of(shape, places, shard):
     """In place of jax.make_array_from_callback: each block with its place."""
-    places = sharding.addressable_devices_indices_map(shape).values()
-    return [(place, shard(place)) for place in places]
+    of_devices = places.addressable_devices_indices_map(shape).values()
+    return [(place, shard(place)) for place in of_devices]
 
 
 def test_each_host_reads_only_its_rows_and_each_once(dataset, monkeypatch):
     monkeypatch.setattr(jax, "make_array_from_callback", blocks_of)
     mesh, every = tiny.mesh("r=2 d=2 t=2"), []
-    for host in range(4):
-        with jax.set_mesh(mesh):
-            data = DataConfig(filespec=dataset[0])
-            loader = FlatTokensLoader(data, "train", 16, SEQ_LEN, microbatches=2)
-        devices = mesh.devices.flat[2 * host : 2 * host + 2]
-        loader.shardings = jax.tree.map(lambda s, own=devices: OneHost(s, own), loader.shardings)
-        asked, read = [], loader.sequences
-        expected = read(3, np.arange(16)).targets.reshape(2, 8, SEQ_LEN)
-        loader.sequences = lambda step, rows, to=asked, read=read: (
-            to.append(rows) or read(step, rows)
-        )
+    with jax.set_mesh(mesh):
+        config = DataConfig(filespec=dataset[0])
+        loader = FlatTokensLoader(config, "train", 16, SEQ_LEN, microbatches=2)
+    read, sharding = loader.sequences, loader.shardings.targets
+    expected = read(3, np.arange(16)).targets.reshape(2, 8, SEQ_LEN)
+    for devices in mesh.devices.reshape(4, 2):
+
+        def own(shape, devices=devices):
+            return {device: sharding.devices_indices_map(shape)[device] for device in devices}
+
+        def sequences(step, rows):
+            every.append(rows)
+            return read(step, rows)
+
+        host = SimpleNamespace(addressable_devices_indices_map=own)
+        loader.shardings = TokenBatch(host, host, host)
+        loader.sequences = sequences
         for place, block in loader.load(3).targets:
             np.testing.assert_array_equal(block, expected[place])
-        assert [rows.shape for rows in asked] == [(4,)]
-        every += asked
+    assert [rows.shape for rows in every] == [(4,)] * 4
     np.testing.assert_array_equal(np.sort(np.concatenate(every)), np.arange(16))
 
 
-# ---- prefetching ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("start", "stop", "threads"), [(3, 9, 1), (3, 9, 3), (5, 5, 3)])
-def test_prefetch_gives_each_step_in_order_in_as_many_threads_as_asked(start, stop, threads):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_prefetch_gives_each_step_in_order_in_as_many_threads_as_asked(threads):
     together = threading.Barrier(threads)
     used = set()
 
@@ -274,22 +237,9 @@ def test_prefetch_gives_each_step_in_order_in_as_many_threads_as_asked(start, st
         time.sleep(0.01)  # a thread too many would begin meanwhile
         return step * 10
 
-    with prefetch(load, start, stop, 6, threads) as batches:
-        assert list(batches) == [10 * step for step in range(start, stop)]
-    assert len(used) == (threads if start < stop else 0)
-
-
-def test_prefetch_works_ahead_by_its_depth():
-    loaded, depth = [], 3
-    with prefetch(lambda step: loaded.append(step) or step, 0, 100, depth) as batches:
-        for used in range(3):
-            deadline = time.perf_counter() + 5
-            while len(loaded) < used + depth:
-                assert time.perf_counter() < deadline
-                time.sleep(0.001)
-            time.sleep(0.02)
-            assert loaded == list(range(used + depth))
-            assert next(batches) == used
+    with prefetch(load, 3, 9, 6, threads) as batches:
+        assert list(batches) == [30, 40, 50, 60, 70, 80]
+    assert len(used) == threads
 
 
 def test_prefetch_raises_where_the_error_belongs():
@@ -304,23 +254,23 @@ def test_prefetch_raises_where_the_error_belongs():
             next(batches)
 
 
-def test_no_load_runs_once_prefetch_has_settled():
-    running, done = [], []
+def test_prefetch_works_ahead_by_its_depth_and_settles():
+    """No load runs once it has settled, and none begins before the next batch is taken."""
+    begun, done = [], []
 
     def load(step):
-        running.append(step)
+        begun.append(step)
         time.sleep(0.02)
-        done.append(running.pop())
+        done.append(step)
         return step
 
     with prefetch(load, 0, 10**9, 4) as batches:
-        assert next(batches) == 0
-        batches.settle()
-        assert not running
-        assert sorted(done) == [0, 1, 2, 3, 4]
-        time.sleep(0.05)
-        assert len(done) == 5
-        assert next(batches) == 1
+        for used in range(2):
+            batches.settle()
+            assert begun == done == [*range(used + 4)]
+            time.sleep(0.05)
+            assert len(begun) == used + 4
+            assert next(batches) == used
     # Loads that are cancelled never end: nothing waits for them.
     settled = threading.Thread(target=batches.settle, daemon=True)
     settled.start()
@@ -347,15 +297,9 @@ def test_prefetch_ends_while_full_and_while_loading():
     assert loaded == [0]
 
 
-# ---- bytes ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("packing", [True, False])
 def test_bytes_are_those_of_the_targets(tmp_path, packing, monkeypatch):
-    """Not of the split, whose parts differ in bytes for a token.
-
-    Padding is no text, nor is an end token.
-    """
+    """Padding is no text, nor is an end token."""
     tokenizer = open_tokenizer("bytes", end_token="</s>")
     encoded = tokenizer.encode(["ä" * 9 + "b", "cd", "東京は夜", "efgh", "i" * 20])
     with Writer(str(tmp_path / "d"), "train") as writer:
@@ -363,17 +307,16 @@ def test_bytes_are_those_of_the_targets(tmp_path, packing, monkeypatch):
         writer.attributes["tokenizer"] = {"kind": "bytes", "end_token": "</s>"}
     config = DataConfig(filespec=str(tmp_path / "d"), shuffle=False, sequence_packing=packing)
     loader = FlatTokensLoader(config, "train", 4, 4)
-    for step in range(2):
-        batch = loader.sequences(step, np.arange(4))
-        assert loader.text(step).utf8_bytes == (batch.targets[batch.loss_mask] >= 3).sum()
-    # of each of three processes
-    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    batch = loader.sequences(1, np.arange(4))
+    whole = loader.text(1).utf8_bytes
+    assert whole == (batch.targets[batch.loss_mask] >= 3).sum()
     parts = []
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
     for host in range(3):
         monkeypatch.setattr(jax, "process_index", lambda host=host: host)
         parts.append(loader.text(1).utf8_bytes)
     monkeypatch.undo()
-    assert sum(parts) == loader.text(1).utf8_bytes > max(parts)
+    assert sum(parts) == whole > max(parts)
     # of a tokenizer whose id 0 is text
     loader.byte_lengths = ByteLengths(np.ones(259, np.int64), 0)
     assert loader.text(1).utf8_bytes == batch.loss_mask.sum()
