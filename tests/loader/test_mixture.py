@@ -2,11 +2,13 @@
 skipped batches.
 """
 
+import contextlib
 import itertools
 import json
 import shutil
 from dataclasses import asdict
 from fractions import Fraction
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -54,13 +56,10 @@ def data(filespecs, weights, **settings):
     return DataConfig(mixture=sources, **settings)
 
 
-WEIGHTS = [[1.0], [0.7, 0.2, 0.1], [1 / 3, 1 / 3, 1 / 3], [1e6, 1, 3e4], [1e-5, 1, 1e-5]]
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [1 / 3, 1 / 3, 1 / 3], [1e6, 1, 3e4]])
 def test_shares_are_exact(weights):
     """In each block within one row, in a period to within 1 / 2**20; every source's rows are
-    numbered in order.
+    numbered in order, and counted before each row.
     """
     quotas = Quotas(weights, seed=3)
     share = np.array(weights) / np.sum(weights)
@@ -71,35 +70,22 @@ def test_shares_are_exact(weights):
     for periods, before in ((0, 0), (1, 2), (10**6, 1)):
         first = PERIOD * periods - before
         source, _ = quotas.locate(np.arange(first * BLOCK, PERIOD * periods * BLOCK))
-        expected = periods * quotas.shares - np.bincount(source, minlength=len(weights))
+        expected = periods * quotas.shares - np.bincount(source, minlength=3)
         for block in range(first, first + 4):
             source, number = quotas.locate(np.arange(block * BLOCK, (block + 1) * BLOCK))
-            counts = np.bincount(source, minlength=len(weights))
+            counts = np.bincount(source, minlength=3)
             assert np.abs(counts - quotas.shares / PERIOD).max() < 1
-            for i in range(len(weights)):
-                np.testing.assert_array_equal(
-                    number[source == i], expected[i] + np.arange(counts[i])
-                )
+            for i in range(3):
+                numbers = expected[i] + np.arange(counts[i])
+                np.testing.assert_array_equal(number[source == i], numbers)
+            for n in (0, 476):
+                so_far = expected + np.bincount(source[:n], minlength=3)
+                np.testing.assert_array_equal(quotas.before(block * BLOCK + n), so_far)
             expected = expected + counts
 
 
-def test_sequences_before_a_number_are_counted_over_periods():
-    """By hand at the end of each period of 1,048,576 sequences; beyond, by counting the sequences
-    that follow.
-    """
-    quotas, period = Quotas([3, 1], seed=3), 2**20
-    for periods in (0, 1, 5):
-        of_periods = np.array([periods * 786_432, periods * 262_144])
-        assert quotas.before(periods * period).tolist() == of_periods.tolist()
-        source, _ = quotas.locate(np.arange(periods * period, periods * period + 1500))
-        counted = of_periods + np.bincount(source)
-        assert quotas.before(periods * period + 1500).tolist() == counted.tolist()
-
-
 def test_mixture_is_pinned():
-    """These values may never change: a run that resumes would see other batches than it did
-    before.
-    """
+    """Other values would give runs that resume other batches."""
     quotas = Quotas([0.6, 0.3, 0.1], seed=7)
     source, number = quotas.locate(np.array([0, 1, 2, 3, 4, 5, 1024, 10**6, 10**12]))
     assert source.tolist() == [2, 1, 0, 0, 0, 1, 1, 0, 1]
@@ -107,9 +93,14 @@ def test_mixture_is_pinned():
 
 
 def test_rows_of_a_source_are_those_it_gives_alone(filespecs):
+    """Of any step, and of any rows of it."""
     mixed = data(filespecs, {"web": 2, "books": 1, "code": 1}, seed=5)
     loader = make_loader(mixed, "train", 256, SEQ_LEN)
-    targets = np.concatenate([loader.sequences(step, np.arange(256)).targets for step in range(4)])
+    every = {step: loader.sequences(step, np.arange(256)) for step in (10**9, 3, 2, 1, 0)}
+    for rows in (np.array([15, 0, 3]), np.array([4])):
+        some = jax.tree.map(lambda x, rows=rows: x[rows], every[10**9])
+        jax.tree.map(np.testing.assert_array_equal, loader.sequences(10**9, rows), some)
+    targets = np.concatenate([every[step].targets for step in range(4)])
     source = targets[:, 0] // 1000
     for i, name in enumerate(ROWS):
         mine = targets[source == i]
@@ -119,18 +110,6 @@ def test_rows_of_a_source_are_those_it_gives_alone(filespecs):
         # Exact epochs: before a row comes for the n-th time, each has come n - 1 times.
         counts = np.bincount(mine[: len(mine) // ROWS[name] * ROWS[name], 0] - 1000 * i)
         assert set(counts) == {len(mine) // ROWS[name]}
-
-
-def test_any_step_and_any_rows(filespecs):
-    loader = make_loader(data(filespecs, {"web": 2, "books": 1}), "train", 16, SEQ_LEN)
-    for step in (10**9, 64, 3):
-        every = loader.sequences(step, np.arange(16))
-        for rows in (np.array([15, 0, 3]), np.arange(8, 16), np.array([4])):
-            expected = jax.tree.map(lambda x, rows=rows: x[rows], every)
-            jax.tree.map(np.testing.assert_array_equal, loader.sequences(step, rows), expected)
-
-
-# ---- the length of a run -------------------------------------------------------------------------
 
 
 def of_web(filespecs, batch_size=7):
@@ -187,69 +166,43 @@ def test_batches_that_were_trained_on_stay(done):
     same.
     """
     for saved, current in itertools.product(SKIPS, SKIPS):
-        try:
+        same = batches(saved, done) == batches(current, done)
+        with contextlib.nullcontext() if same else pytest.raises(ValueError, match="skip_steps"):
             check_skips(saved, current, done)
-            may_resume = True
-        except ValueError:
-            may_resume = False
-        assert may_resume == (batches(saved, done) == batches(current, done)), (saved, current)
 
 
-@pytest.mark.parametrize(
-    ("length", "message"),
-    [
-        ({}, "as one of steps, tokens, epochs and minutes; given: none"),
-        ({"steps": 1, "tokens": 5}, "tokens, epochs and minutes; given: steps=1, tokens=5"),
-        ({"steps": 0}, "steps=0 in steps of 56 tokens, is 0; it must be at least 1"),
-        ({"tokens": 55}, "run, tokens=55 in steps of 56 tokens, is 0; it must be at least 1"),
-        ({"epochs": 0.01}, "epochs=0.01 in steps of 56 tokens, is 0"),
-    ],
-)
-def test_run_length_errors(filespecs, length, message):
-    with pytest.raises(ValueError, match=message):
-        steps_for(of_web(filespecs), **length)
-
-
-def test_a_mixture_has_no_epochs(filespecs):
-    loader = make_loader(data(filespecs, {"web": 1, "books": 1}), "train", 7, SEQ_LEN)
-    with pytest.raises(ValueError, match="epochs=1, but only a single dataset has epochs"):
-        steps_for(loader, epochs=1)
-
-
-# ---- settings ------------------------------------------------------------------------------------
+def test_run_length_errors(filespecs):
+    mixed = make_loader(data(filespecs, {"web": 1, "books": 1}), "train", 7, SEQ_LEN)
+    for loader, length, message in (
+        (of_web(filespecs), {}, "as one of steps, tokens, epochs and minutes; given: none"),
+        (of_web(filespecs), {"steps": 1, "tokens": 5}, "minutes; given: steps=1, tokens=5"),
+        (of_web(filespecs), {"steps": 0}, "steps=0 in steps of 56 tokens, is 0; it must be at"),
+        (of_web(filespecs), {"tokens": 55}, "tokens=55 in steps of 56 tokens, is 0"),
+        (of_web(filespecs), {"epochs": 0.01}, "epochs=0.01 in steps of 56 tokens, is 0"),
+        (mixed, {"epochs": 1}, "epochs=1, but only a single dataset has epochs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            steps_for(loader, **length)
 
 
 WEB, BOOKS = SourceConfig("web"), SourceConfig("books")
 CONTRADICTIONS = [
     ({}, "Set one of data.filespec, data.mixture and data.stream; none of them is set"),
     ({"filespec": "web", "mixture": {"a": BOOKS}}, "data.filespec and data.mixture is set"),
-    ({"mixture": {"a": SourceConfig("web", 0)}}, r"mixture.a.weight is 0; it must be above 0"),
-    (
-        {"mixture": {"a": SourceConfig("web", float("inf"))}},
-        r"mixture.a.weight is inf; it must be above 0 and finite",
-    ),
+    ({"mixture": {"a": SourceConfig("web", 0)}}, "mixture.a.weight is 0; it must be above 0"),
+    ({"mixture": {"a": SourceConfig("web", float("inf"))}}, "a.weight is inf; .* above 0 and fin"),
     (
         {"mixture": {"a": SourceConfig("web", 1e9), "b": BOOKS}},
         "data.mixture.b.weight is 1.0, less than one sequence in 1048576",
     ),
     ({"filespec": "web", "prefetch": 0}, "prefetch is 0; it must be at least 1"),
-    (
-        {"mixture": {"a": WEB, "b": SourceConfig("nowhere")}},
-        "No flat-tokens split at nowhere/train",
-    ),
+    ({"mixture": {"a": WEB, "b": SourceConfig("no")}}, "No flat-tokens split at no/train"),
 ]
 
 
 @pytest.mark.parametrize(("settings", "message"), CONTRADICTIONS)
-def test_contradictory_settings(filespecs, settings, message):
-    settings = settings | {
-        "mixture": {
-            name: SourceConfig(filespecs.get(source.filespec, source.filespec), source.weight)
-            for name, source in settings.get("mixture", {}).items()
-        }
-    }
-    if "filespec" in settings:
-        settings["filespec"] = filespecs[settings["filespec"]]
+def test_contradictory_settings(filespecs, settings, message, monkeypatch):
+    monkeypatch.chdir(Path(filespecs["web"]).parent)
     with pytest.raises(ValueError, match=message):
         make_loader(DataConfig(**settings), "train", 4, SEQ_LEN)
 
