@@ -7,7 +7,7 @@ import dataclasses
 import fnmatch
 import functools
 import importlib
-import os
+import itertools
 import re
 import shlex
 import subprocess
@@ -17,28 +17,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from omegaconf import OmegaConf
 
 from docs.site import api_page, ops_page, settings_page
 from shardlib.shardtypes import ShardError
+from shardwright.cluster.chips import chip_of
+from shardwright.inspect.planning import mesh_sizes, planned_change
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.models import delta, gpt2, mla
-from shardwright.program.checks import register_schema, to_config
 from shardwright.program.config import Config
 from shardwright.program.step import trace_step
-from shardwright.settings.command_line import Program, read_overrides
 from shardwright.settings.settings import made
 from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
+from shardwright.tools.plan.screen import as_text
 from shardwright.tools.verify import VerifyConfig
 from tests.programs.corpus import RIGHT, WRONG
 from tests.support.gauntlet_page import BUGS, catcher
 from tests.support.recipes import SOURCE, module_of
-from tests.support.shipped import CONFIGS, load
+from tests.support.shipped import load
 
 pytestmark = pytest.mark.quick
 
@@ -64,28 +64,17 @@ def spans(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", prose(text))
 
 
-# ---- links and lines -----------------------------------------------------------------------------
-
-
 def anchors(page: Path) -> set[str]:
     """Anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", prose(page.read_text()), re.MULTILINE)
-    found: dict[str, int] = {}
-    for heading in headings:
-        slug = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
-        found[slug] = found.get(slug, -1) + 1
-    return {
-        slug + (f"-{i}" if i else "") for slug, count in found.items() for i in range(count + 1)
-    }
+    return {re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in headings}
 
 
 def broken_links(page: Path, text: str) -> list[str]:
     broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
-        if re.match(r"\w+://", link):
-            continue
+    for link in re.findall(r"\]\((?!\w+://)([^)\s]+)\)", prose(text)):
         path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
+        target = page.parent / path if path else page
         if not target.is_file() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     return broken
@@ -96,26 +85,15 @@ def test_the_index_has_every_page():
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
-# ---- commands ------------------------------------------------------------------------------------
-
-
 def command_lines(text: str) -> list[str]:
     """What follows `python -m` in each command of a page's blocks and inline code; `shardwright x`
     is tools.x.
     """
-    lines = [
-        line
-        for language, block in blocks(text)
-        if not language
-        for line in block.replace("\\\n", "").split("\n")
-    ]
+    of_blocks = [block.replace("\\\n", "") for language, block in blocks(text) if not language]
     found = []
-    for line in [*lines, *(span.replace("\n", " ") for span in spans(text))]:
-        line = re.sub(
-            r"^shardwright (\w+)",
-            lambda m: f"python -m {'' if m[1] == 'train' else 'tools.'}{m[1]}",
-            line,
-        )
+    for line in [*"\n".join(of_blocks).split("\n"), *(x.replace("\n", " ") for x in spans(text))]:
+        line = re.sub(r"^shardwright (?=\w)(?!train)", "python -m tools.", line)
+        line = re.sub(r"^shardwright (?=train)", "python -m ", line)
         _, is_command, rest = re.sub(r"<[\w ,]+>", "name", line).partition("python -m ")
         if is_command:
             found.append(rest.replace("\\|", "|"))
@@ -124,47 +102,34 @@ def command_lines(text: str) -> list[str]:
 
 def commands(text: str) -> list[list[str]]:
     """Words of each command in a page."""
-    found = []
-    for line in command_lines(text):
-        words = shlex.split(line, comments=True)
-        end = next((i for i, word in enumerate(words) if word in ("&", "|", ";", "&&")), len(words))
-        found.append(words[:end])
-    return found
+    words = [shlex.split(line, comments=True) for line in command_lines(text)]
+    return [[*itertools.takewhile(lambda x: x not in ("&", "|", ";", "&&"), x)] for x in words]
 
 
 def test_lists_in_commands_are_quoted():
     """zsh looks for files that match `[` or `*`, and ends with "no matches found"."""
-    sources = [path.read_text() for path in (ROOT / "shardwright").rglob("*.py")]
-    docstrings = [
-        match
-        for text in sources
-        for match in re.findall(r"^    python -m ([^{\n]*)$", text, re.MULTILINE)
-    ]
-    lines = [*docstrings, *(line for page in PAGES for line in command_lines(page.read_text()))]
-    unquoted = [re.sub(r"'[^']*'|\"[^\"]*\"| #.*|<[^>]*>|\$\{?\w+\}?", "", line) for line in lines]
-    assert len(docstrings) > 20
-    assert [
-        line for line, bare in zip(lines, unquoted, strict=True) if re.search(r"=\S*[\[*?{]", bare)
-    ] == []
+    sources = "\n".join(path.read_text() for path in (ROOT / "shardwright").rglob("*.py"))
+    lines = re.findall(r"^    python -m ([^{\n]*)$", sources, re.MULTILINE)
+    assert len(lines) > 20
+    lines += [line for page in PAGES for line in command_lines(page.read_text())]
+    unquoted = {re.sub(r"'[^']*'|\"[^\"]*\"| #.*|<[^>]*>|\$\{?\w+\}?", "", line) for line in lines}
+    assert [line for line in unquoted if re.search(r"=\S*[\[*?{]", line)] == []
 
 
 def source_files(module: str) -> list[Path]:
     """The source of a program: a file, or a folder with a __main__.py."""
     path = ROOT.joinpath(*module.split("."))
-    return (
-        [path.with_suffix(".py")] if path.with_suffix(".py").exists() else sorted(path.glob("*.py"))
-    )
+    file = path.with_suffix(".py")
+    return [file] if file.exists() else sorted(path.glob("*.py"))
 
 
 def first_values(overrides: list[str]) -> list[str]:
     """Overrides with the first value of each that is swept."""
     parsed = OverridesParser.create().parse_overrides(overrides)
-
-    def value(o):
-        return next(iter(o.sweep_string_iterator())) if o.is_sweep_override() else None
-
     return [
-        text if value(o) is None else f"{o.key_or_group}={value(o)}"
+        f"{o.key_or_group}={next(iter(o.sweep_string_iterator()))}"
+        if o.is_sweep_override()
+        else text
         for o, text in zip(parsed, overrides, strict=True)
     ]
 
@@ -173,34 +138,19 @@ def check_run(flags: dict[str, str], overrides: list[str]) -> None:
     """Composes a run's configuration."""
     if "--config-dir" in flags:  # its files are the reader's own
         overrides = [o for o in overrides if not o.startswith("model=")]
-    own = [o for o in overrides if o.startswith("verify.")]
-    of_verify = OmegaConf.from_dotlist([o.removeprefix("verify.") for o in own])
-    OmegaConf.merge(OmegaConf.structured(VerifyConfig), of_verify)
-    overrides = [o for o in overrides if o not in own and not o.startswith("hydra")]
-    if "--multirun" in flags:
-        overrides = first_values(overrides)
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        to_config(
-            compose(
-                flags["--config-name"],
-                overrides=read_overrides(Program("", CONFIGS, None, Config), overrides),
-            )
-        )
+    own = [o.removeprefix("verify.") for o in overrides if o.startswith("verify.")]
+    made(VerifyConfig, OmegaConf.from_dotlist(own))
+    load(flags["--config-name"], *(o for o in overrides if not o.startswith(("verify.", "hydra"))))
 
 
-def check_tool(module: str, flags: dict[str, str], overrides: list[str]) -> None:
+def check_tool(module: str, overrides: list[str]) -> None:
     """Merges a tool's settings into its Config."""
-    main = (
-        f"{module}.__main__"
-        if ROOT.joinpath(*module.split("."), "__main__.py").exists()
-        else module
-    )
+    is_folder = ROOT.joinpath(*module.split("."), "__main__.py").exists()
+    of = importlib.import_module(f"shardwright.{module}{'.__main__' if is_folder else ''}")
     # a prompt is read as it is
-    overrides = [o for o in overrides if not o.startswith(("hydra", "prompt="))]
-    schema = importlib.import_module(f"shardwright.{main}").Settings
-    given = OmegaConf.from_dotlist(first_values(overrides) if "--multirun" in flags else overrides)
+    given = [o for o in overrides if not o.startswith(("hydra", "prompt="))]
     try:
-        made(schema, given)
+        made(of.Settings, OmegaConf.from_dotlist(given))
     except ValueError as error:
         if not str(error).startswith("no value for"):  # which the configuration has
             raise
@@ -216,27 +166,25 @@ def check_command(words: list[str]) -> None:
     assert files, f"there is no {module}"
     flags = dict(word.partition("=")[::2] for word in arguments if word.startswith("--"))
     overrides = [word for word in arguments if not word.startswith("-")]
+    if "--multirun" in flags:
+        overrides = first_values(overrides)
     of_readers = flags.get("--config-name") in ("name", "my_run")
     if arguments in ([], ["--help"]) or any("…" in word for word in arguments) or of_readers:
         return
+    config = flags.get("--config-name", module.rpartition(".")[2])
     if module in ("train", "tools.verify"):
         assert "--config-name" in flags, f"{module} needs a configuration"
         check_run(flags, overrides)
-    elif (
-        ROOT / "tools/configs" / f"{flags.get('--config-name', module.rpartition('.')[2])}.yaml"
-    ).exists():
-        check_tool(module, flags, overrides)
+    elif (ROOT / f"tools/configs/{config}.yaml").exists():
+        check_tool(module, overrides)
     else:  # argparse
         text = "".join(path.read_text() for path in files)
-        assert all(flag.removeprefix("--") in text for flag in flags), (
-            f"{module} lacks one of {', '.join(flags)}"
-        )
+        assert all(flag.removeprefix("--") in text for flag in flags), f"{module} lacks {flags}"
 
 
 @pytest.mark.long
 def test_commands_compose(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    register_schema()
     pages = {tuple(words): page for page in PAGES for words in commands(page.read_text())}
     for words, page in pages.items():
         try:
@@ -244,8 +192,6 @@ def test_commands_compose(monkeypatch):
         except Exception as error:
             raise AssertionError(f"{page}: python -m {shlex.join(words)}: {error}") from error
 
-
-# ---- settings and files --------------------------------------------------------------------------
 
 OTHER_SECTIONS = {
     "model": (ModelConfig, mla.ModelConfig, delta.ModelConfig, gpt2.ModelConfig),
@@ -296,10 +242,8 @@ def missing_files(page: Path, text: str) -> list[str]:
             is_ours = word.split("/")[0] in entries()
             exists = is_ours and any([*root.glob(word), *root.glob(f"{word}.py")] for root in roots)
         else:
-            is_ours, exists = (
-                word.endswith((".py", ".md")),
-                any((at / word).exists() for at in (*roots, page.parent)),
-            )
+            is_ours = word.endswith((".py", ".md"))
+            exists = any((at / word).exists() for at in (*roots, page.parent))
         if is_ours and not exists:
             found.append(word)
     return found
@@ -323,9 +267,6 @@ def test_a_page_made_from_docstrings_is_that_of_its_program(page, program):
     )
 
 
-# ---- README's counts -----------------------------------------------------------------------------
-
-
 def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
     right, wrong = len(RIGHT), len(WRONG)
     caught = collections.Counter(catcher(bug) for bug in BUGS if bug.changes)
@@ -346,21 +287,14 @@ def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
     assert dict(table) == rows
 
 
-# ---- README's first change -----------------------------------------------------------------------
-
-
 def traced(source: str) -> None:
-    """Traces what the demo traces, with a changed train.py and in its order, on a mesh of its sizes
-    without devices.
-    """
-    # as `make demo` on cores with products of bf16
+    """Traces what `make demo` traces on cores with products of bf16, with a changed train.py."""
     c = load("local_test_synthetic", "training.compute_dtype=bf16")
     sizes = (c.mesh.r, 8 // c.mesh.r // c.mesh.t, c.mesh.t)
     mesh = AbstractMesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(source) as train, use_abstract_mesh(mesh):
         c.model.module = train.__name__
-        model = load_model(c.model)
-        step = trace_step(c, model, spec=train.SPEC)
+        step = trace_step(c, load_model(c.model), spec=train.SPEC)
         describe_attention(step)
         assert step.traced
 
@@ -386,12 +320,24 @@ def test_the_first_change_and_its_refusal():
     assert shown.split() == message.split()[1:]
 
 
+@functools.cache
+def shown(command: str) -> str:
+    """What `python -m tools.plan` prints for these arguments, without what would help."""
+    name, *overrides = shlex.split(command)
+    if "plan.compare=true" in overrides:
+        arguments = [sys.executable, "-m", "tools.plan", f"--config-name={name}", *overrides]
+        done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout
+    c = load(name, *overrides)
+    return as_text(planned_change(c, mesh_sizes(c, None), chip_of(c.hardware.chip), {}), name)
+
+
 @pytest.mark.long
 @pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="other jax traces a few operations more, by a percent"
 )
 @pytest.mark.parametrize("page", ["README.md", "docs/plan.md", "docs/performance.md"])
-def test_what_a_page_quotes_of_a_plan_is_what_the_program_shows(page):
+def test_what_a_page_quotes_of_a_plan_is_what_the_program_shows(page, monkeypatch):
     """Each block after a command of tools.plan has lines of its output, in their order, up to the
     lines of train.py that they name.
     """
@@ -400,18 +346,14 @@ def test_what_a_page_quotes_of_a_plan_is_what_the_program_shows(page):
         lines = (re.sub(r"\s*\btrain\.py:\d+.*", "", line) for line in text.splitlines())
         return [" ".join(line.split()) for line in lines]
 
-    text = (ROOT / page).read_text()
+    monkeypatch.setenv("COLUMNS", "80")
     quoted = re.findall(
-        r"```\n(python -m tools\.plan --config-name=\w[^\n]*)\n```\n\n```\n(.*?)```", text, re.S
+        r"```\npython -m tools\.plan --config-name=(\w[^\n]*)\n```\n\n```\n(.*?)```",
+        (ROOT / page).read_text(),
+        re.DOTALL,
     )
     assert quoted
     for command, block in quoted:
-        arguments = [sys.executable, *command.split()[1:]]
-        environment = {**os.environ, "COLUMNS": "80"}
-        shown = subprocess.run(
-            arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-        ).stdout
-        rest = iter(lines_of(shown))
-        # that is what a few seconds of the processor find
+        rest = iter(lines_of(shown(command)))
         block = block.partition("What would help")[0]
         assert [line for line in lines_of(block) if line and line not in rest] == []
