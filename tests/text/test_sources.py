@@ -60,15 +60,13 @@ def open_files(files, separator=None):
 
 
 def lines(texts):
-    return "".join(
-        json.dumps({"n": 1, "text": text}, ensure_ascii=len(str(text)) % 2 == 0) + "\n"
-        for text in texts
-    )
+    rows = [{"n": 1, "text": text} for text in texts]
+    return "".join(json.dumps(x, ensure_ascii=i % 2 == 0) + "\n" for i, x in enumerate(rows))
 
 
 @pytest.mark.parametrize(
     ("kind", "suffix"),
-    [*((".jsonl", suffix) for suffix in PACKED), (".json", ""), (".json", ".gz"), (".txt", ".zst")],
+    [*((".jsonl", suffix) for suffix in PACKED), (".json", ""), (".txt", ".zst")],
 )
 def test_kinds_of_files(tmp_path, kind, suffix):
     """Two files, in the order of their names."""
@@ -161,10 +159,9 @@ def test_places_count_bad_rows(tmp_path):
 
     whole = read(None)
     assert len(whole) > 5
-    for i, (texts, place) in enumerate(whole):
-        rest = read(json.loads(json.dumps(place)))
-        assert [x for x, _ in rest] == [x for x, _ in whole[i + 1 :]]
-        assert [(texts, place), *rest][-1][1]["bad_rows"] == 20
+    assert whole[-1][1]["bad_rows"] == 20
+    for i, (_, place) in enumerate(whole):
+        assert read(json.loads(json.dumps(place))) == whole[i + 1 :]
 
 
 @pytest.mark.parametrize(
@@ -205,10 +202,8 @@ BROKEN = (
 )
 LATIN = "café".encode("latin-1")
 DAMAGES = [
-    ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: Expecting value: .* or skip bad rows"),
     ("a.jsonl", b'\n{"text": "a"}\n\n[1]\n', "a.jsonl, line 4: it is list, not an object"),
     ("a.jsonl", b'{"body": "a", "id": 1}\n', r"1: no column 'text'; set .* of \['body', 'id'\]"),
-    ("a.jsonl", b'{"text": 3}\n', "line 1: 'text' is int, not text"),
     ("a.jsonl", b'{"text": "a\\ud800b"}\n', "half of a surrogate pair at character 1"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "b', "line 2: Unterminated .* or skip bad rows"),
     ("a.csv", b"text,n\na,1\nb\n", "a.csv, line 3: it has 1 fields, not 2"),
@@ -219,7 +214,6 @@ DAMAGES = [
     ("a.json", b'[{"text": "a"} {"text": "b"}]', BROKEN),
     ("a.json", b'[{"text": ["a"]}]', "'text' is list, not text"),
     ("a.txt", LATIN, "a.txt, document 0: it is not UTF-8: byte 0xe9 at position 3"),
-    ("a.json", b'[{"text": "%s"}]' % LATIN, "a.json, .*: it is not UTF-8: byte 0xe9 at position"),
     ("a.parquet", b"not what it says " * 30, BROKEN),
 ]
 
@@ -237,9 +231,10 @@ def test_damaged_compressed_files(tmp_path, suffix):
     content = PACKED[suffix](lines(random_texts(200)).encode())
     for damaged in (content[: len(content) // 2], b"not what it says " * 30):
         for name, separator in (("a.jsonl", None), ("a.txt", None), ("a.txt", "<|end|>")):
-            (tmp_path / f"{name}{suffix}").write_bytes(damaged)
+            path = tmp_path / f"{name}{suffix}"
+            path.write_bytes(damaged)
             with pytest.raises(ValueError, match=BROKEN):
-                read_all(open_files([str(tmp_path / f"{name}{suffix}")], separator))
+                read_all(open_files([str(path)], separator))
 
 
 def test_a_zstd_file_that_ends_with_a_block_but_not_with_a_frame_is_truncated(tmp_path):
@@ -253,9 +248,7 @@ def test_a_zstd_file_that_ends_with_a_block_but_not_with_a_frame_is_truncated(tm
 
 
 def test_zstd_of_several_frames_and_of_any_window(tmp_path):
-    """As pzstd writes it, with skippable frames; and as `zstd --long=31`, which most readers
-    refuse.
-    """
+    """As pzstd writes it, with skippable frames; and as `zstd --long=31` does."""
     texts, skipped = random_texts(300), b"\x50\x2a\x4d\x18\x05\0\0\0hello"
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=31, enable_ldm=True)
     # of unknown size, as in a pipe
@@ -266,7 +259,7 @@ def test_zstd_of_several_frames_and_of_any_window(tmp_path):
     assert read_all(open_files([str(tmp_path / "a.jsonl.zst")])) == texts
 
 
-@pytest.mark.parametrize("name", ["train.csv.zst", "train.jsonl.zst", "train.arrow"])
+@pytest.mark.parametrize("name", ["train.csv.zst", "train.arrow"])
 def test_a_truncated_file_of_a_dataset_is_no_shorter_split(tmp_path, name):
     """The library `datasets` reads the rows that are left. Whole, the files give what they hold."""
     texts = [f"document {i} {'x' * (i % 50)}" for i in range(400)]
@@ -277,11 +270,8 @@ def test_a_truncated_file_of_a_dataset_is_no_shorter_split(tmp_path, name):
         content = path.read_bytes()
         end = content[:-8].rindex(b"\xff\xff\xff\xff")  # of the last batch but one
     else:
-        header, write = (
-            ("text\n", str) if "csv" in name else ("", lambda x: json.dumps({"text": x}))
-        )
-        rows = [f"{write(text)}\n" for text in texts]
-        frames = header + "".join(rows[:200]), "".join(rows[200:])
+        rows = [f"{text}\n" for text in ["text", *texts]]
+        frames = "".join(rows[:200]), "".join(rows[200:])
         content = b"".join(zstandard.compress(frame.encode()) for frame in frames)
         end = len(content) - 5
 
