@@ -47,19 +47,17 @@ FLOOR = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room 
 TOP = list(dict.fromkeys(room.partition(".")[0] for floor in FLOORS for room in floor))
 PROGRAMS = ("shardwright.tools", "bench")
 BY_NAME = {
-    "shardwright.modeling.model",
-    "shardlib.parsing",
-    "shardwright.run.sweeps",
-    "bench.throughput.peers.worker",
-    "bench.plan.trainers",
     "bench.other_trainers",
-}
-BY_NAME |= {
+    "bench.plan.trainers",
     "bench.throughput.peers.seqax_trainer",
-    "shardwright.program.trackers",
-    "shardwright.inspect.fresh",
-    "shardwright.program.spec",
+    "bench.throughput.peers.worker",
+    "shardlib.parsing",
     "shardwright.__main__",
+    "shardwright.inspect.fresh",
+    "shardwright.modeling.model",
+    "shardwright.program.spec",
+    "shardwright.program.trackers",
+    "shardwright.run.sweeps",
     "shardwright.settings.starting",
 }
 """Modules that import what a configuration, a command line, a pickled function, or a list of
@@ -106,10 +104,9 @@ def imports(name: str) -> list[tuple[str, bool]]:
         if isinstance(node, ast.Import):
             yield from ((alias.name, in_function) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = (
-                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            )
-            base = ".".join([*above, *([node.module] if node.module else [])])
+            parts = package.split(".")
+            above = parts[: len(parts) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
             yield from ((f"{base}.{alias.name}", in_function) for alias in node.names)
         else:
             in_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -118,10 +115,9 @@ def imports(name: str) -> list[tuple[str, bool]]:
 
     result = []
     for imported, in_function in found(tree(name), False):
-        assert imported.partition(".")[0] != "tests" or name in RUN_TESTS, (
-            f"{name} imports {imported}"
-        )
-        if imported.partition(".")[0] in TOP:
+        top = imported.partition(".")[0]
+        assert top != "tests" or name in RUN_TESTS, f"{name} imports {imported}"
+        if top in TOP:
             target = imported if imported in modules() else imported.rpartition(".")[0]
             result.append((target, in_function))
     return result
@@ -138,32 +134,23 @@ def program(name: str) -> str:
 
 
 def test_every_module_is_in_a_room():
-    top = [
-        path
-        for path in ROOT.iterdir()
-        if not path.is_symlink() and (path.suffix == ".py" or [*path.glob("*.py")])
-    ]
-    assert {path.stem for path in top} - {"tests"} == set(TOP)
+    top = {path.parent for path in ROOT.glob("*/*.py")} | {*ROOT.glob("*.py")}
+    names = {path.stem for path in top if not path.is_symlink()}
+    assert names - {"tests"} == set(TOP)
 
 
 def check_module(name: str) -> None:
     for target, in_function in imports(name):
-        assert target in modules(), f"{name} imports {target}, which is no module"
-        upwards = FLOOR[room(target)] > FLOOR[room(name)]
-        sideways = room(target) != room(name) and FLOOR[room(target)] == FLOOR[room(name)]
-        assert not upwards, f"{name} imports {target}, a floor above it"
-        assert not sideways, f"{name} imports {target}, another room on its floor"
-        assert not in_function or name in LATE, f"{name} imports {target} inside a function"
+        said = f"{name} imports {target}"
+        assert target in modules(), f"{said}, which is no module"
+        is_same = room(target) == room(name)
+        assert is_same or FLOOR[room(target)] < FLOOR[room(name)], f"{said}, not on a floor below"
+        assert not in_function or name in LATE, f"{said} inside a function"
         if room(target) in PROGRAMS and target not in SHARED:
-            assert program(target) == program(name), (
-                f"{name} imports {target}, part of another program"
-            )
+            assert program(target) == program(name), f"{said}, part of another program"
     calls = {ast.unparse(node.func) for node in ast.walk(tree(name)) if isinstance(node, ast.Call)}
-    found = {
-        call
-        for call in calls
-        if call.rpartition(".")[2] in ("import_module", "__import__", "run_module")
-    }
+    ways = ("import_module", "__import__", "run_module")
+    found = [call for call in calls if call.rpartition(".")[2] in ways]
     assert not found or name in BY_NAME, f"{name} imports by {', '.join(found)}"
 
 
@@ -204,13 +191,12 @@ def hand_loops(name: str) -> list[int]:
 
 def test_one_module_goes_through_the_equations_of_a_jaxpr():
     """No other reads them off a jaxpr, or keeps what it knows of their operands and results."""
-    nodes = {name: ast.walk(tree(name)) for name in modules()}
-    readers = {
+    readers = [
         name
-        for name, of in nodes.items()
-        if any(getattr(node, "attr", "") == "eqns" for node in of)
-    }
-    assert readers == {"shardlib.interpret"}
+        for name in modules()
+        if any(getattr(node, "attr", "") == "eqns" for node in ast.walk(tree(name)))
+    ]
+    assert readers == ["shardlib.interpret"]
     assert [name for name in modules() if hand_loops(name)] == ["shardlib.interpret"]
 
 
@@ -218,17 +204,13 @@ def test_there_is_no_circle():
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, (
-            f"a circle of imports: {' → '.join((*path[path.index(name) :], name))}"
-        )
+        assert name not in path, f"a circle: {' → '.join((*path[path.index(name) :], name))}"
         if name not in done:
             for target, _ in imports(name):
                 # `from package import module` runs the package's __init__ too, which then is on the
                 # way already.
-                if not (
-                    modules()[target].name == "__init__.py"
-                    and (name + ".").startswith(target + ".")
-                ):
+                is_package = modules()[target].name == "__init__.py"
+                if not (is_package and f"{name}.".startswith(f"{target}.")):
                     visit(target, (*path, name))
             done.add(name)
 
@@ -240,21 +222,9 @@ def test_the_map_has_a_line_for_each_entry():
     text = (ROOT / "docs/architecture.md").read_text()
     block = text[text.index("## The map") :].split("```")[1]
     shown = re.findall(r"^([\w.]+)/?\s+\S", block, re.MULTILINE)
-    assert [name.removesuffix(".py") for name in shown if name.removesuffix(".py") in TOP] == TOP
-    hidden = {
-        ".git",
-        ".venv",
-        ".ci",
-        "runs",
-        "outputs",
-        "multirun",
-        "data",
-        "build",
-        "dist",
-        "__pycache__",
-    }
+    names = [name.removesuffix(".py") for name in shown]
+    assert [name for name in names if name in TOP] == TOP
+    written = {"runs", "outputs", "multirun", "data", "build", "dist", "__pycache__"}
     folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.is_symlink()]
-    folders = {path.name for path in folders if not path.name.startswith(".")} - hidden
-    assert {name for name in folders if not name.endswith(".egg-info")} <= {*shown}, (
-        "an entry that the map does not show"
-    )
+    folders = {path.name for path in folders if not path.name.startswith(".")} - written
+    assert {name for name in folders if not name.endswith(".egg-info")} <= {*shown}
