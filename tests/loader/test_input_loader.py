@@ -109,15 +109,21 @@ def test_each_epoch_holds_each_window_once(dataset):
     assert [*loader.passes(1).values()] == [Fraction(7, n)]
 
 
-def test_unpacked(dataset):
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_unpacked(dataset, shuffle):
     path, ids, starts = dataset
-    config = DataConfig(filespec=path, sequence_packing=False, shuffle=False)
-    found = all_rows(FlatTokensLoader(config, "train", 8, SEQ_LEN), 5)
-    for document, row, is_seq_start, mask in zip(np.split(ids, starts[1:]), *found, strict=True):
-        document = document[:SEQ_LEN]
-        np.testing.assert_array_equal(row, np.pad(document, (0, SEQ_LEN - document.size)))
-        np.testing.assert_array_equal(mask, np.arange(SEQ_LEN) < document.size)
-        np.testing.assert_array_equal(is_seq_start, np.arange(SEQ_LEN) == 0)
+    config = DataConfig(filespec=path, sequence_packing=False, shuffle=shuffle)
+    loader = FlatTokensLoader(config, "train", 8, SEQ_LEN)
+    documents = {int(document[0]): document for document in np.split(ids, starts[1:])}
+    targets, is_seq_start, loss_mask = all_rows(loader, 5)
+    assert max(map(len, documents.values())) > SEQ_LEN
+    for row, mask in zip(targets, loss_mask, strict=True):
+        document = documents.pop(int(row[0]))[:SEQ_LEN]
+        np.testing.assert_array_equal(row, np.pad(document, (0, SEQ_LEN - len(document))))
+        np.testing.assert_array_equal(mask, np.arange(SEQ_LEN) < len(document))
+    assert not documents
+    np.testing.assert_array_equal(is_seq_start, np.tile(np.arange(SEQ_LEN) == 0, (40, 1)))
+    assert shuffle or targets[:, 0].tolist() == ids[starts].tolist()
 
 
 @pytest.mark.parametrize("length", [7, 24])
@@ -299,7 +305,7 @@ def test_prefetch_ends_while_full_and_while_loading():
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_bytes_are_those_of_the_targets(tmp_path, packing, monkeypatch):
-    """Padding is no text, nor is an end token."""
+    """Neither padding nor an end token counts as text."""
     tokenizer = open_tokenizer("bytes", end_token="</s>")
     encoded = tokenizer.encode(["ä" * 9 + "b", "cd", "東京は夜", "efgh", "i" * 20])
     with Writer(str(tmp_path / "d"), "train") as writer:

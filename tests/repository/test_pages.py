@@ -288,7 +288,7 @@ def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
 
 
 def traced(source: str) -> None:
-    """Traces what `make demo` traces on cores with products of bf16, with a changed train.py."""
+    """Traces what `make demo` traces on a CPU that multiplies in bf16, with a changed train.py."""
     c = load("local_test_synthetic", "training.compute_dtype=bf16")
     sizes = (c.mesh.r, 8 // c.mesh.r // c.mesh.t, c.mesh.t)
     mesh = AbstractMesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.quick
 
 
 class Told(Listener):
-    """Keeps what it is told in a list that several share, and fails at `fails`."""
+    """Records its calls in a list that several share, and fails in the call `fails`."""
 
     def __init__(self, name: str, told: list, fails: str = ""):
         self._name, self._told, self._fails = name, told, fails
@@ -195,7 +195,7 @@ def test_a_start_with_nothing_left_to_do_writes_the_end_that_is_missing(run, end
 
 
 class Checkpointer:
-    """Keeps what it is told; the first `fails` saves fail."""
+    """Records what is saved; the first `fails` saves fail."""
 
     saving = None
     store = SimpleNamespace(url="here/checkpoints")
