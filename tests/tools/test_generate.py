@@ -18,9 +18,11 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 import train
+from shardwright.data.checks import check_ranges
 from shardwright.data.loader import DataConfig, StreamConfig
 from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer
 from shardwright.modeling.model import load_model
+from shardwright.program.mesh_choice import mesh_for
 from shardwright.sampling.samples import Samples
 from shardwright.tools.generate import MeshChoice, Settings, generate, quote_prompt, read_prompts
 from tests.support import tiny
@@ -194,6 +196,12 @@ def test_a_stop_string_ends_a_text_before_it(run):
         assert found["ids"] == other["ids"][: len(found["ids"])]
         tokens = open_tokenizer("bytes")
         assert not at or any(tokens.decode(found["ids"]).endswith(end) for end in ends)
+
+
+def test_an_axis_may_take_the_remaining_devices():
+    mesh = MeshChoice(d=2, t=-1)
+    check_ranges("", Settings("runs/a", mesh=mesh))
+    assert mesh_for(mesh, tiny.config()).shape == {"r": 1, "d": 2, "t": 4}
 
 
 def test_a_file_of_prompts(tmp_path):

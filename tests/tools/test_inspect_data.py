@@ -25,6 +25,7 @@ def show(**settings):
 def test_overview(tmp_path):
     dataset = write(tmp_path / "d")
     text = show(filespec=dataset)
+    assert dataset in text
     lengths = np.array([len(text.encode()) + 1 for text in TEXTS])
     assert f"{lengths.sum():,}" in text
     assert "60, " in text

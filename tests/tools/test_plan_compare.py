@@ -21,7 +21,7 @@ H100 = chip_of("h100")
 
 @pytest.mark.quick
 def test_candidates_are_meshes_of_all_devices_that_divide_the_batch():
-    c = tiny.config(tiny.model(layers=8), batch_size=64)
+    c = tiny.config(tiny.model(layers=8), batch_size=576)
     for devices in (1, 8, 64):
         found = candidates(c, devices, H100)
         assert found == [x for i, x in enumerate(found) if x not in found[:i]]
@@ -29,7 +29,7 @@ def test_candidates_are_meshes_of_all_devices_that_divide_the_batch():
             sizes = {name[-1]: n for name, n in settings.items() if name.startswith("mesh.")}
             assert math.prod(sizes.values()) == devices
             assert sizes["t"] <= H100.near
-            assert 64 % (sizes["r"] * sizes["d"] * settings["training.microbatches"]) == 0
+            assert 576 % (sizes["r"] * sizes["d"] * settings["training.microbatches"]) == 0
     of_hosts = {"mesh.p": 1, "mesh.r": 8, "mesh.d": 4, "mesh.t": 2}
     assert sum(of_hosts.items() <= settings.items() for settings in found) == 1
     assert len({x["mesh.p"] for x in found}) == 4

@@ -62,6 +62,8 @@ def test_every_line_of_a_real_program_is_read():
     found = instructions(compiled.as_text())
     assert len(found) == len(lines)
     (loop,) = (i for i in found if i.opcode == "while")
+    reads = [i for i in found if i.opcode == "get-tuple-element"]
+    assert all(f"index={i.index}" in i.attributes for i in reads)
     assert parse(compiled.as_text()).turns(loop) == 3
     here = {frame.line for i in found for frame in i.frames if frame.file == __file__}
     assert f.__wrapped__.__code__.co_firstlineno + 2 in here
