@@ -47,18 +47,17 @@ def test_the_interval_is_that_of_the_paired_t_test():
     np.testing.assert_allclose(interval(b - a), found, rtol=1e-9)
 
 
-def found_by(rng, effect, deviation, pairs) -> float:
-    """Share of 1,000 simulated comparisons whose interval excludes 0."""
-    drawn = rng.normal(effect, deviation, (1000, pairs))
-    return np.mean([low > 0 or high < 0 for low, high in map(interval, drawn)])
-
-
 def test_the_pairs_that_are_needed_find_the_difference():
-    effect = 0.03
-    pairs, rng = needed(effect, 0.03), np.random.default_rng(1)
-    assert found_by(rng, effect, 0.03, pairs - 1) < POWER + 0.03
-    assert found_by(rng, effect, 0.03, pairs) == pytest.approx(power(effect, 0.03, pairs), abs=0.03)
-    assert power(effect, 0.03, pairs) >= POWER > power(effect, 0.03, pairs - 1)
+    """Among 1,000 simulated comparisons whose intervals exclude 0."""
+    pairs, rng = needed(0.03, 0.03), np.random.default_rng(1)
+
+    def found_by(pairs):
+        drawn = rng.normal(0.03, 0.03, (1000, pairs))
+        return np.mean([low > 0 or high < 0 for low, high in map(interval, drawn)])
+
+    assert found_by(pairs - 1) < POWER + 0.03
+    assert found_by(pairs) == pytest.approx(power(0.03, 0.03, pairs), abs=0.03)
+    assert power(0.03, 0.03, pairs) >= POWER > power(0.03, 0.03, pairs - 1)
     assert needed(1e-4, 0.03) is None
 
 
@@ -76,7 +75,7 @@ def test_the_pairs_that_are_needed_find_the_difference():
 )
 def test_the_last_validation_counts_where_all_runs_have_one(tmp_path, val, of_last, metric, mean):
     a = [write(tmp_path / f"a{i}", i, 3.0, val, steps=20) for i in range(2)]
-    b = [write(tmp_path / f"b{i}", i, 3.25, x, steps=20) for i, x in enumerate((of_last, of_last))]
+    b = [write(tmp_path / f"b{i}", i, 3.25, of_last, steps=20) for i in range(2)]
     pairs = pairs_of(("a", "b"), (a, b))
     assert (pairs.metric, pairs.differences.mean()) == (metric, mean)
 
@@ -88,13 +87,10 @@ def test_runs_without_a_partner_an_end_or_a_loss_are_named(tmp_path):
     pairs = pairs_of(("a", "b"), (a, b))
     assert [run.directory.name for run, _ in pairs.runs] == ["a0", "a1"]
     assert pairs.lines()[-4:] == [
-        f"  {tmp_path}/{name} is left out: {why}."
-        for name, why in (
-            ("a3", "its loss is not finite"),
-            ("killed", "it is broke off"),
-            ("bad", "its loss is not finite"),
-            ("a2", "it has no partner"),
-        )
+        f"  {tmp_path}/a3 is left out: its loss is not finite.",
+        f"  {tmp_path}/killed is left out: it is broke off.",
+        f"  {tmp_path}/bad is left out: its loss is not finite.",
+        f"  {tmp_path}/a2 is left out: it has no partner.",
     ]
 
 
@@ -119,26 +115,21 @@ def printed(tmp_path) -> tuple[str, str]:
     return console.export_text(), page.read_text()
 
 
-MORE = "A difference as small as 0.0015 takes 51 pairs, 47 more."
-
-
 @pytest.mark.parametrize(
     ("losses", "verdict"),
     [
         ([2.98, 3.079, 3.181, 3.28], "-0.0200 nats, 99% interval -0.0224 to -0.0176: lower"),
         ([3.02, 3.121, 3.219, 3.32], "+0.0200 nats, 99% interval +0.0176 to +0.0224: higher"),
-        (
-            [3.0, 3.1, 3.2, 3.306],
-            "+0.0015 nats, 99% interval -0.0073 to +0.0103: no difference seen",
-        ),
+        ([3, 3.1, 3.2, 3.306], "+0.0015 nats, 99% interval -0.0073 to +0.0103: no difference seen"),
     ],
 )
 def test_two_patterns_are_compared_on_the_screen_and_the_page(tmp_path, losses, verdict):
     groups(tmp_path, [3.0, 3.1, 3.2, 3.3], losses)
+    more = "A difference as small as 0.0015 takes 51 pairs, 47 more."
     for shown in printed(tmp_path):
         assert verdict in shown
         assert "They have the same settings." in shown
-        assert (MORE in shown) == ("no difference" in verdict)
+        assert (more in shown) == ("no difference" in verdict)
 
 
 def test_settings_in_which_pairs_differ_are_named(tmp_path):
@@ -167,9 +158,9 @@ def test_another_file_is_a_difference(tmp_path, a, b, differs):
     """In the pair and in the table, which shows a part of each hash."""
     for runs, files in zip(groups(tmp_path, [3.0, 3.1], [3.0, 3.2]), (a, b), strict=True):
         for run in runs:
-            kept = run.directory / "source/0000000000"
-            kept.mkdir(parents=True)
-            (kept / "provenance.json").write_text(json.dumps({"source": files}))
+            kept = run.directory / "source/0000000000/provenance.json"
+            kept.parent.mkdir(parents=True)
+            kept.write_text(json.dumps({"source": files}))
     text, page = printed(tmp_path)
     assert f"They {f'differ in {differs}' if differs else 'have the same settings'}." in text
     for shown in (text.partition("Runs in")[0], page):
