@@ -86,7 +86,7 @@ def lowered(chip: str, name: str) -> Step:
     config.check_divides(c, mesh.shape)
     with jax.set_mesh(mesh):
         model = load_model(c.model)
-        program = trace_step(c, model).lower()
+        program = trace_step(c, model).lowered
         if axes["p"] > 1:  # how often a device runs a task, and in how many ticks any device does
             table = stages.training_table(c, model)
             tasks = {

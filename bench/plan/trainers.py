@@ -113,7 +113,7 @@ def lowered_alone(chip: str, row: str) -> Step:
     mesh = make_mesh(devices_of(chip, math.prod(sizes.values())), **sizes)
     keys = c.training.seq_len // (c.mesh.c if c.training.context == "ring" else 1)
     with jax.set_mesh(mesh):
-        program = trace_step(c, load_model(c.model)).lower()
+        program = trace_step(c, load_model(c.model)).lowered
     return Step(program, c.hardware.options, mesh.shape, {"unknown_turns": keys / BLOCK / 2})
 
 

@@ -86,7 +86,7 @@ def add_inputs(
     with jax.set_mesh(mesh), tempfile.TemporaryFile() as file:
         found = np.memmap(file, np.uint32, "w+", shape=(len(names), reader.num_tokens))
         loader = make_loader(c.data, "train", batch_size, length, c.model.vocab)
-        logits_of = trace_step(c, model, name="logits").lower().compile()
+        logits_of = trace_step(c, model, name="logits").lowered.compile()
         done = 0
         for first in range(0, sequences, batch_size):
             batch = jax.tree.map(lambda x: x[0], loader.load(first // batch_size))

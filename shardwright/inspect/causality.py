@@ -35,6 +35,7 @@ from shardwright.modeling.attention_calls import mask_of, sees_later
 from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.model import LOGITS
 from shardwright.program.processes import in_all_processes
+from shardwright.program.remembered import remembered
 from shardwright.program.step import Step
 
 BATCHES, LOGITS_OF = "batches", "logits of"
@@ -118,7 +119,10 @@ def check_causal(step: Step, context: int | None = None) -> str:
             raise_for([Finding(f"{error}\n  remedy: {remedy}")])
         return {}
 
-    return in_all_processes(lambda: check() if jax.process_index() == 0 else {}).get("why", "")
+    def known() -> dict[str, str]:
+        return remembered(step, f"causal {' '.join(names)}", check)[0]
+
+    return in_all_processes(lambda: known() if jax.process_index() == 0 else {}).get("why", "")
 
 
 def describe_causality(step: Step) -> str:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from shardlib.tracing import tracing
 from shardwright.optimizers.rates import own_functions
-from shardwright.program.provenance import PACKAGES, own_modules
+from shardwright.program.source import PACKAGES, own_modules
 from shardwright.program.spec import load_spec
 from shardwright.program.step import Step
 

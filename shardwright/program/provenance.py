@@ -13,8 +13,6 @@ and the hash is that of its lowered text, so comments and variable names do not 
 """
 
 import dataclasses
-import functools
-import hashlib
 import importlib.metadata
 import inspect
 import itertools
@@ -30,17 +28,21 @@ from typing import Any
 
 import jax
 
-from shardlib.places import is_installed
 from shardwright.cluster.devices import Device, make_mesh
 from shardwright.program.best_effort import best_effort, in_a_line
 from shardwright.program.config import PipelineConfig
 from shardwright.program.files import write_whole
+from shardwright.program.source import (
+    ROOT,
+    TRAIN,
+    bytes_of,
+    files_of_project,
+    own_modules,
+    source_of,
+)
 from shardwright.program.step import Step
 from shardwright.settings.output import listed
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("shardlib", "shardwright")
-TRAIN = ROOT / "shardwright/train.py"
 _PLAIN = {
     "training.microbatches": 2,
     "training.batch_size": 4,  # a loss of pairs needs two sequences in a microbatch
@@ -57,64 +59,6 @@ ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 """Prefixes of the environment variables that provenance.json keeps. Others may be secrets."""
 
 
-def own_modules() -> list[Path]:
-    """Lists the files of loaded modules that are the user's own: not of Python, installed packages
-    or this project.
-
-    The script `shardwright`, which an installer writes, is not one of them.
-    """
-    ours = *PACKAGES, "train.py", "jax_extra.py", "tools", "bench", "tests"
-    within = tuple(f"{ROOT / name}/" for name in ours)
-    files = {
-        file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))
-    }
-    own = (x for x in files if not f"{x}/".startswith(within) and not is_installed(x))
-    return sorted(Path(file) for file in own if file.endswith(".py") and Path(file).is_file())
-
-
-@functools.cache
-def bytes_of(path: Path) -> bytes:
-    """Returns a source file as it was when this program first read it; it may be edited during the
-    run.
-    """
-    return path.read_bytes()
-
-
-@functools.cache
-def files_of_project() -> dict[str, list[Path]]:
-    """Maps train.py, and each of PACKAGES, to its files.
-
-    The programs are left out, as they do not train.
-    """
-    apart = TRAIN, ROOT / "shardwright/tools"
-    files = {name: sorted((ROOT / name).rglob("*.py")) for name in PACKAGES}
-    return {
-        TRAIN.name: [TRAIN],
-        **{
-            name: [x for x in paths if not any(map(x.is_relative_to, apart))]
-            for name, paths in files.items()
-        },
-    }
-
-
-def source_of() -> dict[str, str]:
-    """Maps the names in files_of_project, and of the user's own modules, to a hash of these
-    files.
-    """
-    files = dict(files_of_project())
-    for path in own_modules():  # several may have one name, such as __init__.py
-        files[path.name] = [*files.get(path.name, ()), path]
-
-    # Two files of one name may change places: their folders tell them apart.
-    def part(path):
-        return f"{path.parent.name}/{path.name} {len(bytes_of(path))}\n".encode() + bytes_of(path)
-
-    return {
-        name: hashlib.sha256(b"".join(map(part, paths))).hexdigest()[:20]
-        for name, paths in files.items()
-    }
-
-
 def _device() -> Device:
     """Returns the device to trace for: a CPU if JAX has one, because a run may resume on other
     devices.
@@ -123,6 +67,11 @@ def _device() -> Device:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves it out
         return jax.local_devices()[0]
+
+
+def plain(step: Step, name: str) -> Step:
+    """The program of this name on one device, without settings that may change on resuming."""
+    return step.other(_PLAIN, name=name, mesh=make_mesh([_device()]))
 
 
 def provenance_of(
@@ -140,10 +89,9 @@ def provenance_of(
     """
     hashes: dict[str, str] = {}
     untraced: dict[str, str] = {}
-    mesh = make_mesh([_device()])
     for name in which:
         try:
-            hashes[name] = step.other(_PLAIN, name=name, mesh=mesh).hash
+            hashes[name] = plain(step, name).hash
         except Exception as error:  # the model may need more devices, sequences or microbatches
             untraced[name] = in_a_line(error)
     found = {"programs": hashes} | ({"untraced": [*untraced.values()][-1]} if untraced else {})

@@ -215,8 +215,9 @@ class Step:
         """The program as a ClosedJaxpr, with source lines."""
         return self.traced.jaxpr
 
-    def lower(self) -> jax.stages.Lowered:
-        """Lowers the program.
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        """The lowered program.
 
         On a mesh of devices, it can be compiled while that mesh is the current one.
         """
@@ -226,7 +227,7 @@ class Step:
     @functools.cached_property
     def hash(self) -> str:
         """Hash of the lowered text, which does not depend on comments and names of values."""
-        return hashlib.sha256(self.lower().as_text().encode()).hexdigest()[:20]
+        return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()[:20]
 
 
 def schedule_step(c: Config, elapsed: Any = 0.0) -> tuple:

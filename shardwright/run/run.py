@@ -402,7 +402,7 @@ class Run:
         """Compiles the training step. Keeps its HLO text, for the picture and the profile."""
         begin = time.monotonic()
         with seconds_shown("compiling  the training step"):
-            lowered = self.step.lower()
+            lowered = self.step.lowered
             check_metrics(lowered.out_info[1])
             self.program, self.hlo = compile_step(lowered, self.directory, self.options)
         self.compiled_s = time.monotonic() - begin

@@ -118,8 +118,8 @@ def compiled(step: Step) -> dict[str, Any]:
         with jax.set_mesh(mesh):
             options = hardware.options | WITHOUT_DEVICE.get(chip.platform, {})
             options = known_options(options, lambda line: print(line, file=sys.stderr))
-            program = (
-                trace_step(step.config, step.model, mesh).lower().compile(compiler_options=options)
+            program = trace_step(step.config, step.model, mesh).lowered.compile(
+                compiler_options=options
             )
     except (KeyError, ValueError, RuntimeError) as error:
         return {"ok": None, "text": f"not for {chip.name} here: {in_a_line(error)}"}

@@ -159,7 +159,7 @@ def results_on(c: Config, sizes: Mesh) -> dict[str, np.ndarray]:
         order = placement_of(c, of_mesh.model).order
         back = None if order is None else np.argsort(order)
         for step in (of_mesh.other(name=name) for name in NAMES):
-            program = step.lower().compile()
+            program = step.lowered.compile()
             info, structure = jax.tree_util.tree_flatten_with_path(step.traced.args_info)
             seeds = {*SEEDS[step.name], *([NOT_FINITE] if step.name != "start" else [])}
             given = {

@@ -11,7 +11,7 @@ import pytest
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.program import provenance
+from shardwright.program import provenance, source
 from shardwright.program.config import PipelineConfig
 from shardwright.program.step import trace_step
 from tests.support import tiny
@@ -122,7 +122,7 @@ def test_a_run_keeps_its_source(tmp_path, monkeypatch):
     model = load_model(dataclasses.replace(c.model))
     provenance.keep_source(tmp_path, 12, model, {"programs": {"training": "hash"}})
     kept = tmp_path / "source" / "0000000012"
-    assert (kept / "train.py").read_text() == (provenance.ROOT / "train.py").read_text()
+    assert (kept / "train.py").read_text() == (source.ROOT / "train.py").read_text()
     about = json.loads((kept / "provenance.json").read_text())
     assert about["packages"]["jax"] == jax.__version__
     assert about["environment"]["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
@@ -136,12 +136,12 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine_parts.py").write_text("FACTOR = 1.0")
     importlib.import_module("mine_parts")
-    before = provenance.source_of()
+    before = source.source_of()
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "begin"]):
         subprocess.run([*git, *words], check=True)
     (tmp_path / "mine_parts.py").write_text("FACTOR = 0.5")
-    assert provenance.source_of() == before, "what runs is still the source before"
+    assert source.source_of() == before, "what runs is still the source before"
     provenance.keep_source(tmp_path, 3, load_model(tiny.model()), {})
     assert (tmp_path / "source/0000000003/mine_parts.py").read_text() == "FACTOR = 1.0"
     about = json.loads((tmp_path / "source/0000000003/provenance.json").read_text())
@@ -149,8 +149,6 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
         [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
     assert about["project_commit"] == commit
-    provenance.bytes_of.cache_clear()  # as another start
-    assert {name for name, _ in before.items() ^ provenance.source_of().items()} == {
-        "mine_parts.py"
-    }
+    source.bytes_of.cache_clear()  # as another start
+    assert {name for name, _ in before.items() ^ source.source_of().items()} == {"mine_parts.py"}
     assert not [name for name in before if "numpy" in name or "jax/" in name or "tests" in name]

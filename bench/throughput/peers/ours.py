@@ -77,7 +77,7 @@ class Contestant(OnJax):
         """The step for devices that need not be here."""
         c = config_of(job)
         with jax.set_mesh(make_mesh(devices, **dataclasses.asdict(c.mesh))):
-            return trace_step(c, load_model(c.model)).lower()
+            return trace_step(c, load_model(c.model)).lowered
 
     @functools.cached_property
     def training_step(self) -> jax.stages.Compiled:

@@ -105,7 +105,7 @@ def measure(
     model = load_model(c.model)
     step = trace_step(c, model)
     bare = StepWithoutStages(step, placement_of(c, model))
-    start = step.other(name="start").lower().compile()
+    start = step.other(name="start").lowered.compile()
     points = saved_points(bare.program, (SAVED, LOGITS_OF_MODEL))
     names = [point.name for point in points]
     # without those of the loss, which follow
