@@ -11,7 +11,7 @@ import functools
 import os
 import signal
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -236,7 +236,7 @@ def use(patch) -> None:
     at = remembered(changes.config_at)
     for module in (changes, run, checkpoints):
         patch.setattr(module, "config_at", at)
-    lower = step.Step.lower
+    lower: Any = step.Step.lowered
 
     def trace(c, model, spec=None):
         t = c.training
@@ -254,7 +254,7 @@ def use(patch) -> None:
 
     def lower_once(self):
         if self not in _PROGRAMS:
-            _PROGRAMS[self] = Compiled(lower(self))
+            _PROGRAMS[self] = Compiled(lower.func(self))
         return _PROGRAMS[self]
 
     patch.setattr(train, "Run", Bare)
@@ -262,7 +262,7 @@ def use(patch) -> None:
     patch.setattr(
         run, "provenance_of", lambda step: {"source": {}, "programs": {}, "traced_by": ""}
     )
-    patch.setattr(step.Step, "lower", lower_once)
+    patch.setattr(step.Step, "lowered", property(lower_once))
     patch.setattr(step.Step, "calls", [])
     patch.setattr(run, "load_spec", lambda: SPEC)
     patch.setattr(run, "introduce", lambda run, *_: run.changes() and {})
