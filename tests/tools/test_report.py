@@ -3,7 +3,6 @@ runs.
 """
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -79,14 +78,6 @@ def test_the_figures_are_those_of_the_metrics(tmp_path):
     assert read_run(resumed).state == "broke off"
 
 
-def test_steps_without_targets_have_no_loss_and_no_note(tmp_path):
-    lines = lines_of(write(tmp_path, events=[END]))
-    del lines[0]["loss"], lines[3]["loss"]
-    write_lines(tmp_path, lines)
-    r = read_run(tmp_path)
-    assert (r.values["loss"], r.notes) == (2.0, []), "of the last step that has one"
-
-
 def test_slow_steps_and_validations_do_not_count_as_speed(tmp_path):
     """The loss is the mean of the last tenth."""
     lines = lines_of(write(tmp_path, losses=[*[3.0] * 19, 2.0, 1.0]))
@@ -109,34 +100,6 @@ def test_time_on_the_clock_is_that_of_all_starts_with_compiling(tmp_path):
     write_lines(tmp_path, first + second)
     values = read_run(tmp_path).values
     assert (values["wall"], values["compile"], values["steps"]) == (17 + 7, 15, 3)
-    text = printed(run=str(tmp_path), output=str(tmp_path / "o.html"))
-    assert "0:00:24" in text
-    assert "0:00:15" in text
-
-
-def test_exports_tasks_and_validations_that_failed_are_noted(tmp_path):
-    events = [{"step": n, "event": "export_failed", "why": "no space"} for n in (1, 2)]
-    events += [{"step": n, "event": "export"} for n in (2, 4)]
-    events += [{"event": "evals", "failed": "demo: no digit"}]
-    events += [VALIDATION, {"event": "validation_failed", "why": "no text"}]
-    found = read_run(write(tmp_path / "run", events=events))
-    assert found.notes == [
-        "validations failed: 1, the last: no text",
-        "exports: 2, the last after step 4",
-        "exports failed: 1, the last after step 1: no space",
-        "evaluations of tasks failed: 1, the last: demo: no digit",
-    ]
-    assert "val" not in found.values, "it was of other weights"
-
-
-def test_the_last_start_in_the_log_has_the_provenance_though_the_clock_was_set_back(tmp_path):
-    starts = [{"step": at, "event": "start", "unix_time": 1} for at in (0, 2)]
-    run = write(tmp_path / "run", events=starts)
-    for start, at in ((0, "2026-01-02"), (2, "2026-01-01")):
-        (run / f"source/{start:010}").mkdir(parents=True)
-        about = {"started": at, "command": [start]}
-        (run / f"source/{start:010}/provenance.json").write_text(json.dumps(about))
-    assert read_run(run).about["command"] == [2]
 
 
 # ---- several runs --------------------------------------------------------------------------------
@@ -214,43 +177,6 @@ def test_runs_that_broke_off_are_compared_on_80_columns(tmp_path):
     assert text == SCREEN.format(tmp_path)
 
 
-def test_runs_by_directory_pattern_and_sweep(tmp_path):
-    for name in ("sweep/a", "sweep/b", "single", "other"):
-        write(tmp_path / name)
-    (tmp_path / "sweep" / "multirun.yaml").touch()
-    for name, target in {"l1": "..", "l2": ".", "latest": "a"}.items():
-        # links to directories are not followed
-        (tmp_path / "sweep" / name).symlink_to(target)
-    for patterns, expected in (
-        (("sweep", "single", "sweep/b"), ["sweep/a", "sweep/b", "single"]),
-        (("s*",), ["single", "sweep/a", "sweep/b"]),
-    ):
-        found = find_runs([f"{tmp_path}/{pattern}" for pattern in patterns])
-        assert [str(run.relative_to(tmp_path)) for run in found] == expected
-
-
-def test_wrong_settings_are_refused(tmp_path):
-    run = write(tmp_path / "run")
-    for settings, message in (
-        ({"run": f"{tmp_path}/non*"}, r"non\*', which matches no run"),
-        ({"run": 3}, "run is 3; give directories or patterns"),
-        ({"sort": "speed"}, "sort is 'speed'; it must be one of loss, tokens/s"),
-        ({"output": "x.txt"}, r"output is x.txt; its name must end in .html"),
-        ({"output": f"{run}/metrics.jsonl/x.html"}, r"x\.html cannot be written: .*\. Give output"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            show_report(Settings(**{"run": str(run)} | settings))
-
-
-def test_the_page_links_to_the_pages_of_the_runs(tmp_path):
-    for name in ("a", "b:c d"):
-        write(tmp_path / "runs" / name, learning_rate=len(name))
-    (tmp_path / "runs/b:c d/report.html").touch()
-    printed(run=str(tmp_path / "runs"), output=str(tmp_path / "elsewhere.html"))
-    links = re.findall('<a href="([^#"]+)">', (tmp_path / "elsewhere.html").read_text())
-    assert links == ["runs/b%3Ac%20d/report.html"]
-
-
 # ---- plots ---------------------------------------------------------------------------------------
 
 
@@ -259,27 +185,6 @@ def test_averages_against_a_loop():
     ends = [i + min(i, 2) + 1 for i in range(57)]
     expected = [losses[max(0, i - 2) : end].mean() for i, end in enumerate(ends)]
     np.testing.assert_allclose(averaged(losses), expected, rtol=1e-12)
-
-
-def test_tasks_and_the_loss_of_the_average_are_drawn(tmp_path):
-    """A failed task is no curve."""
-    events = [{"event": "evals", "cloze/accuracy": 0.5}, {"event": "evals", "failed": "demo"}]
-    write(tmp_path / "run", events=[*events, VALIDATION | {"average_loss": 1.25}])
-    traces = {panel.title: panel.traces for panel in panels_of(compared(tmp_path, "run"))}
-    (drawn,) = traces["cloze/accuracy"]
-    assert (list(drawn["y"]), list(drawn["meta"]["x"]["steps"])) == ([0.5], [4])
-    of_loss = {trace["name"]: trace for trace in traces["Loss, nats a token"]}
-    assert list(of_loss["validation of the average"]["y"]) == [1.25]
-    assert not {"failed", "unix_time", "evals"} & traces.keys()
-
-
-def test_the_circle_of_a_validation_is_at_the_end_of_its_step(tmp_path):
-    write(tmp_path / "a", seconds=2.0, events=[VALIDATION | {"step": 3}])
-    loss, *_ = panels_of(compared(tmp_path, "run"))
-    (circle,) = [trace for trace in loss.traces if trace.get("mode") == "markers"]
-    at = {axis: [*x] for axis, x in circle["meta"]["x"].items()}
-    assert at == {"steps": [3], "tokens": [30], "minutes of training": [4 / 60]}
-    assert [*circle["y"]] == [1.5]
 
 
 def test_metrics_of_the_users_own_and_the_learning_rate_are_drawn_as_they_are(tmp_path):

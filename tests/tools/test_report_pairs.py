@@ -11,7 +11,7 @@ from scipy import stats
 
 from shardwright.tools.report.__main__ import Settings, show_report
 from shardwright.tools.report.pairs import CONFIDENCE, POWER, interval, needed, pairs_of, power
-from shardwright.tools.report.reading import differing_names, read_run
+from shardwright.tools.report.reading import read_run
 
 
 def write(directory, seed, loss=3.0, val=None, state="finished", steps=1, **sections):
@@ -94,14 +94,6 @@ def test_runs_without_a_partner_an_end_or_a_loss_are_named(tmp_path):
     ]
 
 
-def test_what_cannot_be_paired_says_why(tmp_path):
-    a, b = groups(tmp_path, [3.0, 3.1], [3.0, 3.2])
-    again = write(tmp_path / "again", 1)
-    assert "both have training.seed=1, data.seed=0" in pairs_of(("a", "b"), ([*a, again], b))
-    alone = f"there are 1.\n  {b[1].directory} is left out: it has no partner."
-    assert alone in pairs_of(("a", "b"), (a[:1], b))
-
-
 # ---- what is shown -------------------------------------------------------------------------------
 
 
@@ -119,7 +111,6 @@ def printed(tmp_path) -> tuple[str, str]:
     ("losses", "verdict"),
     [
         ([2.98, 3.079, 3.181, 3.28], "-0.0200 nats, 99% interval -0.0224 to -0.0176: lower"),
-        ([3.02, 3.121, 3.219, 3.32], "+0.0200 nats, 99% interval +0.0176 to +0.0224: higher"),
         ([3, 3.1, 3.2, 3.306], "+0.0015 nats, 99% interval -0.0073 to +0.0103: no difference seen"),
     ],
 )
@@ -150,7 +141,6 @@ def test_settings_in_which_pairs_differ_are_named(tmp_path):
     ("a", "b", "differs"),
     [
         ({"mine.py": "m"}, {"mine.py": "n" * 20}, "file mine.py"),
-        ({"mine.py": "m"}, {"mine.py": "m", "more.py": "n" * 20}, "file more.py"),
         ({"shardlib": "m"}, {"shardlib": "n" * 20}, ""),
     ],
 )
@@ -164,13 +154,5 @@ def test_another_file_is_a_difference(tmp_path, a, b, differs):
     text, page = printed(tmp_path)
     assert f"They {f'differ in {differs}' if differs else 'have the same settings'}." in text
     for shown in (text.partition("Runs in")[0], page):
-        named = [name for name in ("file mine.py", "file more.py") if name in shown]
-        assert named == ([differs] if differs else [])
+        assert ("file mine.py" in shown) == bool(differs)
         assert ("nnnnnnn" in shown) == bool(differs)
-
-
-def test_a_strangers_provenance_is_data(tmp_path):
-    run = write(tmp_path / "a", 0)
-    run.about |= {"programs": ["x"], "source": {"a.py": {}}, "traced_by": []}
-    assert run.source == {"file a.py": "{}"}
-    assert differing_names([run, run]) == []
