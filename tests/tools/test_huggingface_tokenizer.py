@@ -47,18 +47,6 @@ def test_what_a_tokenizer_put_around_text_is_left_out(bpe):
         ]
 
 
-def test_a_begin_token_of_text_or_none_at_all_is_said(bpe):
-    letter = load_definition(bpe.definition).token_to_id("a")
-    files, notes = tokenizer_files(bpe, letter)
-    assert notes == ["its bos_token 'a' is a token of text too"]
-    assert "bos_token" not in files["tokenizer_config.json"]
-    assert ids_of(files, "a")[0] == letter
-    files, notes = tokenizer_files(bpe, 10_000)
-    put = "it has no token of id 10000 (model.bos_id): put that id before the text's yourself"
-    assert notes == [put]
-    assert ids_of(files, "a") == [letter]
-
-
 def write_files(directory, known, bos, model_type="llama"):
     files, _ = tokenizer_files(known, bos)
     for file, content in (files | {"config.json": {"model_type": model_type}}).items():
@@ -90,20 +78,6 @@ def test_a_model_type_whose_tokenizer_transformers_replaces_is_warned_of(
     assert [expected in line for line in definitions.differences(tmp_path)] == [True] * warns
     open_tokenizer("huggingface", str(tmp_path))
     assert (expected in capsys.readouterr().err) == warns
-
-
-@pytest.mark.parametrize(("bos", "end", "pad"), [(0, "<|end|>", 1), (300, None, 0)])
-def test_a_batch_of_a_bpe_is_padded(tmp_path, bpe, bos, end, pad):
-    """At its end, where transformers masks it."""
-    transformers = pytest.importorskip("transformers")  # of Python 3.11 only
-    write_files(tmp_path, Tokenizer(bpe.definition, end), bos)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    texts = ["It is", "It is a truth universally"]
-    batch, alone = tokenizer(texts, padding=True), tokenizer(texts[0])["input_ids"]
-    padding = len(batch["input_ids"][1]) - len(alone)
-    assert batch["input_ids"][0] == alone + [pad] * padding
-    assert batch["attention_mask"][0] == [1] * len(alone) + [0] * padding
-    assert tokenizer.pad_token_id == pad
 
 
 def dataset(path, end=None, definition=None, **tokenizer):

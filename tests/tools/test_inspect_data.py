@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from shardwright.data.text.definitions import train_bpe
-from shardwright.data.text.tokenizers import Tokenizer
 from shardwright.tools import inspect_data
 from shardwright.tools.inspect_data import Settings
 from tests.support.numpy_checks import check_modules
@@ -35,13 +33,3 @@ def test_overview(tmp_path):
         assert TEXTS[i] in text
     with pytest.raises(ValueError, match=r"document is 60; .* has documents 0 to 59"):
         show(filespec=dataset, document=60)
-
-
-def test_a_document_is_decoded_with_the_datasets_tokenizer_if_there_is_one(tmp_path):
-    definition = train_bpe(TEXTS, 300)
-    tokenizer = Tokenizer(definition, end_token="<|end|>")
-    path = write(tmp_path / "d", tokenizer, {"tokenizer": {"kind": "train_bpe"}})
-    (tmp_path / "d/tokenizer.json").write_text(definition)
-    assert f"{TEXTS[3]}<|end|>" in show(filespec=path, document=3)
-    without = write(tmp_path / "e", attributes={})
-    assert "71 114 102" in show(filespec=without, document=0)

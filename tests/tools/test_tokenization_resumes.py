@@ -19,7 +19,6 @@ from shardwright.data.text.worker_pool import map_in_order
 from shardwright.tools import huggingface_to_flat_tokens as tool
 from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
 from tests.support.crashes import Crashed
-from tests.support.full_disk import files_of_at_most
 from tests.support.tokenization import config, random_texts, small, tree, write_jsonl
 
 __all__ = ["small"]
@@ -96,14 +95,13 @@ def source_of(kind, directory):
         return [], {"dataset": str(path), "train_source": "train", "validation_source": "train"}
     else:
         write_jsonl(path, texts)
-        if kind == "jsonl.gz":
-            path.write_bytes(gzip.compress(path.read_bytes()))
+        path.write_bytes(gzip.compress(path.read_bytes()))
     return [str(path)], {}
 
 
 @pytest.mark.parametrize(
     ("kind", "most"),
-    [("jsonl", None), ("jsonl.gz", 700), ("parquet", None), ("huggingface", 700)],
+    [("jsonl.gz", 700), ("parquet", None), ("huggingface", 700)],
 )
 def test_wherever_it_crashes_it_ends_with_the_bytes_of_an_unbroken_run(small, tmp_path, kind, most):
     files, settings = source_of(kind, tmp_path)
@@ -174,21 +172,6 @@ def test_another_tokenizer_of_the_same_name_is_refused(tmp_path, small, monkeypa
         tool.run(config(tmp_path / "d", [source], tokenizer=tokenizer))
 
 
-def test_a_finished_dataset_is_not_written_again(tmp_path, small, capsys):
-    source = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
-    tool.run(config(tmp_path / "d", [source]))
-    whole = tree(tmp_path / "d")
-    capsys.readouterr()
-    tool.run(config(tmp_path / "d", [source]))
-    told = [f"{tmp_path}/d/{name}: complete\n" for name in ("train", "validation")]
-    assert "".join([*told, "vocabulary: "]) in capsys.readouterr().out
-    with pytest.raises(ValueError, match="d/train exists already"):
-        tool.run(config(tmp_path / "d", [source], train_max_tokens=50))
-    tool.run(config(tmp_path / "d", [source], overwrite=True))
-    assert "complete" not in capsys.readouterr().out
-    assert tree(tmp_path / "d") == whole
-
-
 def test_two_processes_do_not_write_one_dataset(tmp_path, small):
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(6))
     message = r"Another process is writing .*d\. Wait for it or end it"
@@ -200,41 +183,23 @@ def test_two_processes_do_not_write_one_dataset(tmp_path, small):
     tool.run(config(tmp_path / "d", [source]))
 
 
-def test_a_full_disk_is_named_and_the_same_command_goes_on(tmp_path, small):
-    source = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
-    tool.run(config(tmp_path / "unbroken", [source]))
-    with files_of_at_most(2048), pytest.raises((OSError, ValueError), match="File too large"):
-        tool.run(config(tmp_path / "d", [source]))
-    tool.run(config(tmp_path / "d", [source]))
-    assert tree(tmp_path / "d") == tree(tmp_path / "unbroken")
-
-
 # ---- processes -----------------------------------------------------------------------------------
 
 
 def square(x):
     time.sleep(0.001 * (x % 7))
-    if x == 1000:
-        raise ValueError(f"{x} is too much")
     if x == 2000:
         os.kill(os.getpid(), signal.SIGKILL)
     return x * x
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("last", "message"),
-    [
-        (1000, "1000 is too much"),
-        (2000, "One of 2 processes was killed, maybe because memory ran out"),
-    ],
-)
-def test_results_are_in_order_few_are_held_and_errors_are_raised(last, message):
+def test_results_are_in_order_few_are_held_and_a_killed_process_is_an_error():
     taken = 0
 
     def items():
         nonlocal taken
-        for i in [*range(40), last, *range(20)]:
+        for i in [*range(40), 2000, *range(20)]:
             taken += 1
             yield i
 
@@ -242,6 +207,5 @@ def test_results_are_in_order_few_are_held_and_errors_are_raised(last, message):
     for done in range(30):
         assert next(found) == (done, done * done)
         assert taken <= done + 3 * 2
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="One of 2 processes was killed"):
         list(found)
-    assert list(map_in_order(square, [], 2)) == []
