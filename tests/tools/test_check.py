@@ -10,14 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from shardlib.findings import NOT_DECIDED, WRONG
-from shardlib.parsing import ShardError
-from shardwright.cluster.chips import chip_of
-from shardwright.cluster.devices import device_like
-from shardwright.program.step import open_steps
 from shardwright.tools import check as tool
 from shardwright.tools.init.__main__ import TEMPLATE
-from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
 NORM = "nx = rms_norm(x, mlp_norm, self.config.norm_epsilon)"
@@ -76,33 +70,20 @@ def test_an_activation_in_a_linked_folder_is_a_change_of_its_line(project, tmp_p
     assert (difference["same_program"], difference["same_function"]) == (False, False)
     assert difference["lines"] == [f"src/my_model.py:{line_of(model, 'jax.nn.silu')}"]
     assert difference["parameters"] == 0
+    assert f"  program  changed: {difference['lines'][0]}" in tool.as_text(found).splitlines()
     assert len(json.dumps(found)) < 1500  # an agent reads it after each edit
     assert [each["name"] for each in found["checks"]] == ["types", "mesh", "causality", "compiled"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("edited", ["model", "fork"])
-def test_a_module_that_python_cannot_import_is_rejected_at_its_line(project, edited):
-    if edited == "model":
-        file, text, wrong = project / "my_model.py", NORM, f"{NORM})"
-        source = file.read_text()
-    else:
-        file, text, wrong = project / "train.py", "import jax\n", "import nowhere\nimport jax\n"
-        source = (ROOT / "train.py").read_text()
-    file.write_text(source.replace(text, wrong, 1))
+def test_a_module_that_python_cannot_import_is_rejected_at_its_line(project):
+    file = project / "my_model.py"
+    file.write_text(file.read_text().replace(NORM, f"{NORM})", 1))
     status, said = check(project, "check.against=null", "check.output=json")
     found = found_in(said)
-    place = f"{file.name}:{line_of(file, wrong.strip())}"
+    place = f"{file.name}:{line_of(file, NORM)}"
     assert (status, found["verdict"], found["place"]) == (1, "rejected", place)
-    kind = "SyntaxError: " if edited == "model" else "ModuleNotFoundError: "
-    assert found["problem"].startswith(kind)
-
-
-@pytest.mark.long
-def test_what_it_cannot_compare_with(project):
-    status, text = check(project, "check.against=nowhere")
-    assert status == 2
-    assert "check.against is 'nowhere', neither a directory nor a commit" in text
+    assert found["problem"].startswith("SyntaxError: ")
 
 
 # ---- parts ---------------------------------------------------------------------------------------
@@ -121,40 +102,18 @@ def test_a_file_that_python_finds_here_and_not_in_the_other_source_is_named(tmp_
         tool.check_origin()
 
 
-@pytest.mark.parametrize("context", [NOT_DECIDED, WRONG])
-def test_what_may_be_right_is_not_certainly_wrong(context):
-    error = ShardError("my_model.py:7: cumsum: reaches another block", "sum", context, place="")
-    assert tool.rejection(error)["certain"] == (context == WRONG)
-
-
-@pytest.mark.long
-def test_the_compiled_step_is_as_written():
-    """For this host's CPU. The compilers of other chips are not installed, or do not exist."""
-    c = tiny.config(tiny.model(layers=1))
-    c.hardware.strict, c.hardware.chip = True, "cpu"
-    step, *_ = open_steps(c, {"d": 4, "t": 2}, device_like(chip_of("cpu")))
-    found = tool.compiled(step)
-    c.hardware.chip = "mi300x"
-    other = tool.compiled(step)
-    assert (found["ok"], found["lines"]) == (True, [])
-    assert " collectives as written, " in found["text"]
-    assert other["ok"] is None
-    assert other["text"].startswith("not for mi300x here: ValueError: programs can be compiled ")
-
-
 # ---- the difference of two results ---------------------------------------------------------------
 
 
-def result(lines: dict[int, str], costs: dict[str, float], root="") -> dict:
+def result(lines: dict[int, str], costs: dict[str, float]) -> dict:
     """A result of a file a.py with these lines, and with seconds by line."""
-    by_line = {"seconds": {f"{root}{line}": x for line, x in costs.items()}, "bytes": {}}
     return {
         "verdict": "accepted",
         "program": {
             "hash": str(lines),
-            "lines": [(f"{root}a.py", line, text) for line, text in lines.items()],
+            "lines": [("a.py", line, text) for line, text in lines.items()],
         },
-        "costs": {"seconds": sum(costs.values()), "by_line": by_line},
+        "costs": {"seconds": sum(costs.values()), "by_line": {"seconds": costs, "bytes": {}}},
         "parameters": 1,
         "results": {},
     }
@@ -169,66 +128,3 @@ def test_a_line_that_moves_keeps_its_costs_and_one_that_leaves_is_marked():
     left = result({1: "x = 1", 4: "z = w"}, {"a.py:4 w_gate": 2.0})
     expected = {"before": 3.0, "now": 2.0, "line": "a.py:2 (before)", "of_line": -1.0}
     assert tool.difference(left, before)["seconds"] == expected
-
-
-class Ended:
-    """A process that has printed a result."""
-
-    def __init__(self, found: dict):
-        self.found = found
-
-    def communicate(self) -> tuple[str, str]:
-        return f"a line\n{json.dumps(self.found)}\n", ""
-
-
-@pytest.mark.parametrize("there", ["/a/copy", "/z/größer"])
-def test_only_edited_lines_differ_wherever_the_source_lies(there):
-    """A module beside the working directory is shown by its whole path; modules between both roots
-    by theirs.
-    """
-
-    def found(root: str, text: str) -> dict:
-        lines = {i: f"x = {i}" for i in range(9)} | {9: text}
-        made = result(lines, {f"a.py:{i}": 1.0 for i in range(9)}, f"{root}/src/")
-        made["program"]["lines"] += [("/k/library.py", i, f"y = {i}") for i in range(9)]
-        made["program"]["lines"].sort()
-        return made
-
-    process = cast(Any, Ended(found(there, "z = 2")))
-    of: Any = tool.compared(found("/m/mine", "z = 1"), process, ("/m/mine", there))["difference"]
-    assert of["lines"] == ["/m/mine/src/a.py:9"]
-    assert of["seconds"]["of_line"] == 0
-
-
-SCREEN = """\
-types      ok       fine  (0.2 s)
-causality  –        not known: it is long  (1.5 s)
-  one more line
-plan       ok       3.00 s a step, 3.00 GiB of 4.00 GiB, 7 parameters
-against HEAD (1234567)
-  program  changed: a.py:3
-  function differs: loss, weights, …
-  time     2.00 s → 3.00 s   +50.0%   a.py:3 +1.00 s
-  memory   1.00 GiB → 3.00 GiB   +200.0%   a.py:3 +2.00 GiB
-  params   -2"""
-
-
-def test_the_screen():
-    checks = [{"name": "types", "ok": True, "text": "fine", "seconds": 0.21}]
-    long = {"text": "not known: it is long", "lines": ["one more line"], "seconds": 1.5}
-    checks.append({"name": "causality", "ok": None} | long)
-    costs = {"seconds": 3.0, "bytes": 3 * 2**30, "memory_bytes": 2**32, "fits": True}
-    difference = {
-        "same_program": False,
-        "lines": ["a.py:3"],
-        "same_function": False,
-        "results": ["loss", "weights", "metrics"],
-        "seconds": {"before": 2.0, "now": 3.0, "line": "a.py:3", "of_line": 1.0},
-        "bytes": {"before": 2**30, "now": 3 * 2**30, "line": "a.py:3", "of_line": 2 * 2**30},
-        "parameters": -2,
-    }
-    found = {"checks": checks, "costs": costs, "parameters": 7, "against": "HEAD (1234567)"}
-    assert tool.as_text(found | {"difference": difference}) == SCREEN
-    last = tool.as_text(found | {"difference": {"same_program": True}}).splitlines()[-1]
-    assert last == "  program  no change"
-    assert tool.as_text(found | {"unknown": "no"}).splitlines()[-1] == "  –        no"
