@@ -1,4 +1,4 @@
-"""Of planted NaNs and infinities all are named: the tensor, the line, the layer, the document."""
+"""Of planted NaNs and infinities the tensor, or the line, and the layer are named."""
 
 import functools
 import re
@@ -64,9 +64,7 @@ def planted(value: float, layer: int | None):
     return change
 
 
-@pytest.mark.parametrize(
-    ("part", "value"), [("weights", np.nan), ("adam_mu", np.inf), ("adam_nu", np.nan)]
-)
+@pytest.mark.parametrize(("part", "value"), [("weights", np.nan), ("adam_mu", np.inf)])
 def test_of_a_state_the_array_and_the_layer_are_named(explain, part, value):
     kind = "NaN" if np.isnan(value) else "an infinity"
     for name, layer in (("layers/w_o", 0), ("layers/mlp_norm", 1), ("unembed", None)):
@@ -90,22 +88,6 @@ def test_of_an_activation_the_line_and_the_layer_are_named(explain):
     assert re.match(rf"(NaN|an infinity) is first computed at train\.py:{line}, ", first), first
     assert ", layer 1, microbatch 0 (" in first
     assert "backward" not in first
-
-
-def test_outside_of_the_layers_there_is_no_layer(explain):
-    first, *_ = explain("weights", "final_norm", huge)
-    name, line = place_of("rms_norm", "shardops.einsum_unreduced(...)")
-    assert f"train.py:{line}, {name}, microbatch 0 (" in first
-    first, *_ = explain("weights", "unembed", huge)
-    name, line = place_of("Llama.logits", "shardops.einsum_unreduced(...)")
-    assert f"train.py:{line}, {name}, microbatch 0 (" in first
-
-
-def test_a_division_by_zero_is_found_in_the_layer(explain):
-    """Tokens whose embedding is 0: their norm divides by 0."""
-    first, *_ = explain("weights", "embed", lambda array: array[1:].fill(0))
-    name, line = place_of("unit_rms", "lax.rsqrt(...)")
-    assert f"train.py:{line}, {name}, layer 0" in first
 
 
 def test_a_step_that_is_finite_has_no_origin(explain):
