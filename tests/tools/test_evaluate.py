@@ -8,7 +8,6 @@ import io
 import json
 import math
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -24,9 +23,8 @@ from shardwright.data.flat_tokens import Writer
 from shardwright.data.loader import DataConfig
 from shardwright.data.text.tokenizers import open_tokenizer
 from shardwright.modeling.model import load_model
-from shardwright.settings.program import refusal
 from shardwright.tools import checkpoint_to_huggingface
-from shardwright.tools.evaluate import MeshChoice, OpenRun, Settings, StepChoice, evaluate
+from shardwright.tools.evaluate import MeshChoice, OpenRun, Settings, evaluate
 from tests.support import tiny
 
 pytestmark = pytest.mark.long
@@ -99,7 +97,14 @@ def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run):
         found["loss"] * ids.size / math.log(2) / found["bytes"]
     )
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    assert evaluated(run, batches=1)["tokens"] == tiny.BATCH * SEQ_LEN
+
+
+def test_of_an_earlier_checkpoint_the_result_is_printed_and_written(run, tmp_path):
+    out, console = tmp_path / "result.json", Console(file=io.StringIO())
+    evaluate(Settings(run=f"{run}/checkpoints/0000000002", out=str(out)), console)
+    found = json.loads(out.read_text())
+    assert (found["step"], found["loss"]) == (2, logged(run)[0]["loss"])
+    assert f"loss          {found['loss']:.6f}" in console.file.getvalue().splitlines()
 
 
 # ---- documents -----------------------------------------------------------------------------------
@@ -242,30 +247,6 @@ def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
 # ---- the tool ------------------------------------------------------------------------------------
 
 
-def test_the_command(run, tmp_path):
-    out = tmp_path / "result.json"
-    command = [sys.executable, "-m", "tools.evaluate", f"run={run}/checkpoints/0000000002"]
-    command += [f"out={out}", "mesh.t=4"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found, event = json.loads(out.read_text()), logged(run)[0]
-    assert found["loss"] == pytest.approx(event["loss"], rel=1e-6)
-    assert (found["step"], found["mesh"]) == (2, {"r": 1, "d": 2, "t": 4})
-    assert f"loss          {found['loss']:.6f}" in done.stdout.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"data": "a", "tasks": ["b"]}, r"give one of data and tasks; data and tasks is given"),
-        ({"data": "nowhere.jsonl"}, r"No text file matches 'nowhere.jsonl'"),
-        ({"tasks": ["x"], "mesh": StepChoice(d=1, c=8)}, r"mesh\.c=8: tasks, which may sample"),
-    ],
-)
-def test_what_a_user_can_get_wrong(run, settings, message):
-    with pytest.raises(ValueError, match=message):
-        evaluated(run, **settings)
-
-
 def test_the_example_of_the_page(run, monkeypatch):
     """docs/evaluation.md, with a harness that only notes what it is asked."""
     page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
@@ -280,13 +261,6 @@ def test_the_example_of_the_page(run, monkeypatch):
     exec(code.replace("runs/<name>", str(run)), names)
     assert names["results"]["model"].length == SEQ_LEN
     assert names["results"]["tasks"] == ["hellaswag"]
-
-
-def test_without_lm_eval_its_extra_is_named(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ModuleNotFoundError) as error:
-        evaluated(run, tasks=["arc_easy"])
-    assert "pip install -e '.[eval]'" in refusal(error.value)
 
 
 class WrongOnAMesh(train.Llama):

@@ -18,11 +18,9 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 import train
-from shardwright.data.checks import check_ranges
 from shardwright.data.loader import DataConfig, StreamConfig
-from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer
+from shardwright.data.text.tokenizers import open_tokenizer
 from shardwright.modeling.model import load_model
-from shardwright.program.mesh_choice import mesh_for
 from shardwright.sampling.samples import Samples
 from shardwright.tools.generate import MeshChoice, Settings, generate, quote_prompt, read_prompts
 from tests.support import tiny
@@ -102,20 +100,6 @@ def samples_of(c, directory):
     return samples
 
 
-def test_prompts_that_cannot_be_encoded_are_errors_before_the_first_step(tmp_path):
-    c = settings(tmp_path)
-    c.data = DataConfig(filespec=str(ROOT / "synthetic_dataset.zarr"))
-    encode = r"sample_prompts: cannot encode 'It is'.* Set training"
-    known = r"sample_prompts: .*'It is' has the token id 76; .* 0 to 63"
-    with jax.set_mesh(tiny.mesh("d=8")):
-        with pytest.raises(ValueError, match=encode):
-            samples_of(c, tmp_path)
-        c = settings(tmp_path)
-        c.model.vocab = 64
-        with pytest.raises(ValueError, match=known):
-            samples_of(c, tmp_path)
-
-
 def test_a_sample_that_fails_is_one_warning(tmp_path, capsys, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("as a model may that trains")
@@ -153,33 +137,6 @@ def test_the_command(run, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"step": 4}, r"no complete checkpoint of step 4 in .*; it has \[3, 5\]"),
-        ({"prompt": None}, r"give one of prompt, prompts_file and prompt_ids; given: none of them"),
-        ({"prompt_ids": [3]}, r"give one of .*; given: prompt and prompt_ids"),
-        ({"prompt": None, "prompt_ids": [3, 320]}, r"prompt_ids has the token id 320; .* 0 to 319"),
-        ({"top_p": 0}, r"top_p is 0; it must be above 0"),
-        ({"stop_strings": ["a", ""]}, r"stop_strings has an empty text"),
-        ({"stop": [320]}, r"stop has the token id 320; .* 0 to 319"),
-        ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
-    ],
-)
-def test_what_a_user_can_get_wrong(run, changes, message):
-    with pytest.raises(ValueError, match=message):
-        generate(Settings(**{"run": str(run), "prompt": "a"} | changes))
-
-
-@pytest.mark.long
-def test_without_a_tokenizer_a_prompt_may_be_ids(run, monkeypatch):
-    monkeypatch.setattr("shardwright.tools.generate.read_tokenizer", lambda *_: Tokenizer())
-    message = r"cannot encode 'a', .* Or give the prompt as ids: prompt_ids=\[1,2,3\]"
-    with pytest.raises(ValueError, match=message):
-        generate(Settings(run=str(run), prompt="a"))
-
-
-@pytest.mark.long
 def test_a_stop_string_ends_a_text_before_it(run):
     """Of several, the first in the text does; the ids end with the token that completed it."""
     of = {"run": str(run), "prompt": "It is", "max_tokens": 40, "stop": [], "seed": 3, "samples": 4}
@@ -198,16 +155,8 @@ def test_a_stop_string_ends_a_text_before_it(run):
         assert not at or any(tokens.decode(found["ids"]).endswith(end) for end in ends)
 
 
-def test_an_axis_may_take_the_remaining_devices():
-    mesh = MeshChoice(d=2, t=-1)
-    check_ranges("", Settings("runs/a", mesh=mesh))
-    assert mesh_for(mesh, tiny.config()).shape == {"r": 1, "d": 2, "t": 4}
-
-
 def test_a_file_of_prompts(tmp_path):
-    """Lines are taken as they are; of .jsonl a prompt may have line breaks, and a wrong line is
-    named.
-    """
+    """Lines are taken as they are; of .jsonl a prompt may have line breaks."""
 
     def prompts(name, text):
         (tmp_path / name).write_text(text, newline="")
@@ -217,13 +166,6 @@ def test_a_file_of_prompts(tmp_path):
     lines = [json.dumps({"prompt": x, "text": "left out"}, ensure_ascii=False) for x in given]
     assert prompts("a.jsonl", "\n".join(lines) + "\n") == given
     assert prompts("a.txt", 'one\n\n two\r\n{"prompt": 1}') == ["one", "", " two", '{"prompt": 1}']
-    assert prompts("a.txt", "a\u2028b\n") == ["a\u2028b"]
-    for name in ("none.txt", "none.jsonl"):
-        with pytest.raises(ValueError, match=rf"{name} has no prompt"):
-            prompts(name, "\n")
-    message = r"b.jsonl, line 2: prompt is 1; it must be a text. Correct it"
-    with pytest.raises(ValueError, match=message):
-        prompts("b.jsonl", '{"prompt": ""}\n{"prompt": 1}\n')
 
 
 SIGNS = ["it's, so", '"so"', "back\\", '\\"', 'a\\\\" b', "a\nb", "", "${x}", r"\\${x}", "3"]
@@ -234,15 +176,3 @@ def test_a_prompt_on_the_command_line_is_taken_sign_by_sign(text):
     override = OverridesParser.create().parse_override(quote_prompt(f"prompt={text}"))
     assert OmegaConf.to_object(OmegaConf.create({"value": override.value()}))["value"] == text
     assert quote_prompt("top_k=5") == "top_k=5"
-
-
-# ---- text and ids --------------------------------------------------------------------------------
-
-
-def test_bytes():
-    tokenizer = open_tokenizer("bytes")
-    ids = tokenizer.ids("é!")
-    assert ids == [0xC3 + 3, 0xA9 + 3, 0x21 + 3]
-    assert tokenizer.decode([*ids, 0, 1, 2, 259, 300]) == "é!"
-    assert tokenizer.continuation(ids[:2], ids[2:]) == "!"
-    assert tokenizer.continuation(ids[:1], ids[1:]) == "\ufffd!"  # a character cut in two
