@@ -1,4 +1,4 @@
-"""What a user sees of a tool whose settings are wrong."""
+"""What a user sees of a program that cannot start or print, and of --help."""
 
 import os
 import re
@@ -11,33 +11,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.long
-def test_a_platform_that_jax_cannot_start(tmp_path):
-    """As on any host without the plugin or the device: jax 0.10 asserts, or raises a
-    RuntimeError.
-    """
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "tpu",
-        "HYDRA_FULL_ERROR": "0",
-    }
-    data = f"data.filespec={ROOT}/synthetic_dataset.zarr"
-    command = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", data]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith(
-        "Error: JAX_PLATFORMS is tpu, and JAX cannot start it. Check that"
-    )
-    assert "'shardwright[tpu]'" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-STARTED = ["train", "tools.generate", "shardwright train"]
-
-
 def started(command: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
     words = [sys.executable, *flags, "-m", *command.split()]
     return subprocess.run(
@@ -45,11 +18,10 @@ def started(command: str, *flags: str, **environment: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.parametrize("command", STARTED)
-def test_ctrl_c_during_the_imports_is_one_line(command, tmp_path):
+def test_ctrl_c_during_the_imports_is_one_line(tmp_path):
     for package in ("jax", "hydra"):
         (tmp_path / f"{package}.py").write_text("raise KeyboardInterrupt\n")
-    done = started(command, PYTHONPATH=str(tmp_path))
+    done = started("tools.generate", PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (
         130,
         "",
@@ -57,9 +29,8 @@ def test_ctrl_c_during_the_imports_is_one_line(command, tmp_path):
     )
 
 
-@pytest.mark.parametrize("command", STARTED)
-def test_outside_of_its_environment_a_program_names_what_is_missing(command):
-    done = started(command, "-S", PYTHONPATH="")  # without site-packages
+def test_outside_of_its_environment_a_program_names_what_is_missing():
+    done = started("shardwright train", "-S", PYTHONPATH="")  # without site-packages
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(
         r"Error: this needs the package \w+, which .* lacks\. Activate the environment .*\n",
@@ -67,9 +38,32 @@ def test_outside_of_its_environment_a_program_names_what_is_missing(command):
     )
 
 
-@pytest.mark.parametrize("command", ["shardwright", "shardwright ladder"])
-def test_help_in_ascii(command):
-    done = started(f"{command} --help", PYTHONIOENCODING="ascii")
+@pytest.mark.long
+def test_help_lists_configurations_and_settings_in_ascii():
+    done = started("shardwright train model.module=moe --help", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.isascii()
-    assert len(done.stdout.splitlines()) > 3
+    for text in ("local_test_synthetic", "model.experts_per_token (a whole number) must be given"):
+        assert text in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_lines_of_a_run_that_cannot_be_printed_end_nothing():
+    """Characters that stdout lacks are ?. A full disk loses them, and stderr says so once."""
+    code = (
+        "from shardwright.settings.starting import prepare\n"
+        "from shardwright.settings.output import say\n"
+        "prepare()\n"
+        "for _ in range(9): say('x → é', flush=True)"
+    )
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    options = {"env": env, "text": True, "stderr": subprocess.PIPE, "timeout": 60}
+
+    def run(stdout):
+        return subprocess.run([sys.executable, "-c", code], stdout=stdout, **options)
+
+    assert (done := run(subprocess.PIPE)).stdout == "x ? ?\n" * 9, done.stderr
+    with open("/dev/full", "w") as full:
+        done = run(full)
+    lost = "WARNING: stdout is lost: No space left on device. The program continues.\n"
+    assert (done.returncode, done.stderr) == (0, lost)
