@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 from shardwright.program import checkpoint
 from shardwright.program.checkpoint import Checkpointer
-from tests.support.full_disk import files_of_at_most
 from tests.support.processes import free_port
 
 REPOSITORY = Path(__file__).parents[2]
@@ -69,13 +68,10 @@ def like(mesh, state=None):
 
 
 def assert_bits_equal(state, expected):
-    for (path, x), y in zip(
-        jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True
-    ):
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         x, y = np.asarray(x), np.asarray(y)
-        assert x.dtype == y.dtype, path
-        assert x.shape == y.shape, path
-        assert x.tobytes() == y.tobytes(), path
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert x.tobytes() == y.tobytes()
 
 
 def save(directory, step=3, state=None, metadata=None):
@@ -93,47 +89,29 @@ def test_restores_on_any_mesh_bit_for_bit(tmp_path):
             assert leaf.sharding == NamedSharding(mesh, spec)
 
 
-@pytest.fixture
-def each_shard_has_a_file(monkeypatch):
+def test_zarr_python_reads_what_was_saved(tmp_path, monkeypatch):
+    """Each shard has several chunks."""
     monkeypatch.setattr(checkpoint, "SMALL_BYTES", 0)
-
-
-def test_zarr_python_reads_what_was_saved(tmp_path, each_shard_has_a_file):
-    path = save(tmp_path)
-    group = zarr.open_group(path, mode="r")
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 100)
+    group = zarr.open_group(save(tmp_path), mode="r")
     assert set(group) == {"weights", "optimizer"}
     for name, leaf in zip(NAMES, jax.tree.leaves(make_state()), strict=True):
-        array = group[name]
-        assert_bits_equal(array[...], leaf)
-        assert_bits_equal(zarr.open_array(path / name, mode="r")[...], leaf)
-        assert [codec.to_dict()["name"] for codec in array.metadata.codecs] == ["bytes", "crc32c"]
-    assert group["weights/w_q"].shape == (3, 16, 5)
-    assert group["weights/w_q"].chunks == (3, 2, 5)
-    assert group["weights/embed"].chunks == (16, 4)
-    assert len(list((path / "weights/embed/c").glob("*/*"))) == 8
+        assert_bits_equal(group[name][...], leaf)
+    assert group["weights/w_q"].chunks == (1, 2, 5)
+    assert group["weights/embed"].chunks == (4, 4)
+    assert_bits_equal(Checkpointer(tmp_path).restore(3, like(make_mesh(1, 8))), make_state())
 
 
 def test_bf16_is_kept_bit_for_bit_and_tensorstore_reads_it(tmp_path):
-    """All 2**16 numbers. zarr-python has no bfloat16, and reads the other arrays."""
+    """All 2**16 numbers. zarr-python has no bfloat16."""
     numbers = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16).reshape(256, 256)
     sharding, other = (NamedSharding(make_mesh(*shape), P("t", "d")) for shape in ((4, 2), (1, 8)))
-    state = {
-        "moments": jax.device_put(numbers, sharding),
-        "weights": jax.device_put(np.ones((8, 8)), sharding),
-    }
-    path = save(tmp_path, state=state)
-
-    def struct(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=other)
-
-    assert_bits_equal(
-        Checkpointer(tmp_path).restore(3, jax.tree.map(struct, state))["moments"], numbers
-    )
+    path = save(tmp_path, state={"moments": jax.device_put(numbers, sharding)})
+    structs = {"moments": jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=other)}
+    assert_bits_equal(Checkpointer(tmp_path).restore(3, structs)["moments"], numbers)
     at = {"driver": "file", "path": str(path / "moments")}
-    assert_bits_equal(
-        tensorstore.open({"driver": "zarr3", "kvstore": at}).result().read().result(), numbers
-    )
-    assert np.all(zarr.open_group(path, mode="r")["weights"][...] == 1)
+    found = tensorstore.open({"driver": "zarr3", "kvstore": at}).result().read().result()
+    assert_bits_equal(found, numbers)
 
 
 def test_manifest(tmp_path):
@@ -174,35 +152,8 @@ def test_saved_values_survive_donation(tmp_path):
         assert_bits_equal(Checkpointer(tmp_path).restore(step, like(mesh)), make_state())
 
 
-# ---- what is told --------------------------------------------------------------------------------
-
-
-def test_what_fills_the_disk_is_told_and_leaves_nothing_visible(tmp_path):
-    sharding = NamedSharding(make_mesh(4, 2), P("d"))
-    state = {
-        "small": jax.device_put(jnp.ones(8), sharding),
-        "big": jax.device_put(jnp.ones(2**18), sharding),
-    }
-    checkpointer = Checkpointer(tmp_path)
-    with files_of_at_most(2**16):
-        checkpointer.save(2, state, {})
-        told = r"^File too large: .*/big/c/0\. The checkpoint .*0000000002 was not saved\. Earlier"
-        with pytest.raises(OSError, match=told):
-            checkpointer.save(3, state, {})
-        checkpointer.wait()  # told once
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_checkpoint_of_another_version_is_told(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "FORMAT_VERSION", 4)
-        save(tmp_path)
-    with pytest.raises(ValueError, match=r"version 4; .* only version 3\. Restore it with the"):
-        Checkpointer(tmp_path).metadata(3)
-
-
 def test_every_array_that_does_not_fit_is_named(tmp_path):
-    path = save(tmp_path)
+    save(tmp_path)
     other = make_state()
     other["weights"]["embed"] = np.zeros((64, 16), np.float32)
     other["weights"]["norm"] = np.zeros(8, np.float32)
@@ -210,15 +161,12 @@ def test_every_array_that_does_not_fit_is_named(tmp_path):
     expected["weights"]["bias"] = expected["weights"].pop("w_q")
     with pytest.raises(ValueError, match="does not fit this run") as error:
         Checkpointer(tmp_path).restore(3, expected)
-    first, *arrays, last = str(error.value).splitlines()
-    assert str(path) in first
-    assert arrays == [
+    assert str(error.value).splitlines()[1:-1] == [
         "  weights/bias: checkpoint does not have it, this run has 'float32[3, 16, 5]'",
         "  weights/embed: checkpoint has 'float32[32, 16]', this run has 'float32[64, 16]'",
         "  weights/norm: checkpoint has 'float16[8]', this run has 'float32[8]'",
         "  weights/w_q: checkpoint has 'float32[3, 16, 5]', this run does not have it",
     ]
-    assert last.startswith("Run with the model and optimizer that wrote it")
 
 
 @pytest.mark.parametrize("order", [None, [2, 0, 1]])
@@ -240,22 +188,6 @@ def test_an_array_of_small_shards_is_one_file(tmp_path, order):
     assert_bits_equal(zarr.open_array(path / "weights/w_q", mode="r")[...], expected)
 
 
-def test_large_shards_are_several_chunks(tmp_path, monkeypatch, each_shard_has_a_file):
-    """And a large array is not gathered, though its shards are small."""
-    for step, name, size, expected in (
-        (2, "CHUNK_BYTES", 500, {"w_q": (3, 2, 5), "embed": (16, 4), "norm": (4,)}),
-        (4, "CHUNK_BYTES", 100, {"w_q": (1, 2, 5), "embed": (4, 4), "norm": (4,)}),
-        (5, "MOST_GATHERED", 1023, {"w_q": (3, 16, 5), "embed": (16, 4), "norm": (8,)}),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, name, size)
-            if step == 5:
-                patch.setattr(checkpoint, "SMALL_BYTES", 2**20)
-            weights = zarr.open_group(save(tmp_path, step), mode="r")["weights"]
-        assert {name: array.chunks for name, array in weights.arrays()} == expected
-    assert_bits_equal(Checkpointer(tmp_path).restore(4, like(make_mesh(1, 8))), make_state())
-
-
 OF_TWO = """
 import os, resource, sys
 rank = int(sys.argv[1])
@@ -265,7 +197,6 @@ jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=rank)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax.experimental import multihost_utils
 from shardwright.program import checkpoint
-from shardwright.program.checkpoint import Store
 checkpoint.COMMIT_TIMEOUT_S = 20
 checkpointer = checkpoint.Checkpointer(sys.argv[3])
 mesh = jax.make_mesh((4, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
@@ -274,21 +205,19 @@ sharding = NamedSharding(mesh, P("t", "d"))
 x = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 checkpoint.SMALL_BYTES = 0
 
-# Both have the same shards of these: each writes half of the bytes.
+# Both have the same shards of this: each writes half of the bytes.
 replicas = jax.make_mesh((2, 4), ("r", "d"), axis_types=(AxisType.Explicit,) * 2)
 on = NamedSharding(replicas, P(None, "d"))
-odd = values.copy()
-odd[0, :3] = -0.0, np.nan, np.float32(1e-45)
-odd.view(np.uint32)[0, 3] = 0x7FC12345  # a NaN with a payload
-rolled = {f"x{i}": np.roll(odd, i, 1) for i in range(3)}
-state = {k: jax.make_array_from_callback(v.shape, on, v.__getitem__) for k, v in rolled.items()}
+odd = values.copy()  # -0.0, a NaN with a payload and the smallest number
+odd.view(np.uint32)[0, :3] = 0x80000000, 0x7FC12345, 1
+both = {"x": jax.make_array_from_callback(odd.shape, on, odd.__getitem__)}
 with checkpoint.Checkpointer(f"{sys.argv[3]}/replicas") as of_replicas:
-    of_replicas.save(5, state, {})
+    of_replicas.save(5, both, {})
 multihost_utils.sync_global_devices("saved")
-like = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for k, v in state.items()}
-for name, v in of_replicas.restore(5, like).items():
-    for shard, was in zip(v.addressable_shards, state[name].addressable_shards):
-        assert np.asarray(shard.data).tobytes() == np.asarray(was.data).tobytes(), name
+like = {"x": jax.ShapeDtypeStruct(odd.shape, odd.dtype, sharding=on)}
+for shard in of_replicas.restore(5, like)["x"].addressable_shards:
+    assert np.asarray(shard.data).tobytes() == odd[shard.index].tobytes()
+
 def told(action):
     try:
         action()
@@ -297,7 +226,7 @@ def told(action):
     multihost_utils.sync_global_devices("told")
 
 if rank:
-    Store.directories = None  # only the first lists what is there
+    checkpoint.Store.directories = None  # only the first lists what is there
 assert checkpointer.latest_step() is None
 checkpointer.save(1234567, {"x": x, "n": jax.device_put(np.int32(5), NamedSharding(mesh, P()))}, {"a": 1})
 checkpointer.wait()
@@ -310,14 +239,6 @@ restored = checkpointer.restore(step, structs)
 for shard in restored["x"].addressable_shards:
     assert (np.asarray(shard.data) == values[shard.index]).all()
 print("restored", step, int(restored["n"]))
-read, failures = Store.read, ["Input/output error"] * (rank == 0)
-def failing(self, *place):
-    if failures:
-        raise OSError(5, failures.pop())
-    return read(self, *place)
-Store.read = failing
-checkpointer.save(1234568, {"x": x}, {})
-told(checkpointer.wait)
 told(lambda: checkpointer.save(1234567, {"x": x}, {}))
 
 if rank == 1:
@@ -358,18 +279,13 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
             process.kill()
     for i, output in enumerate(outputs):
         assert "restored 1234567 5" in output, output
-        begin, there, damage, full = [
-            line for line in output.splitlines() if line.startswith("told: ")
-        ]
-        assert begin.endswith("0001234568 was not saved. Earlier ones, if any, are unchanged.")
-        assert "Input/output error" in begin[:200]
+        there, damage, full = [line for line in output.splitlines() if line.startswith("told: ")]
         assert f"ValueError {'process 0: ' * i}cannot save step 1234567: " in there
         assert "is not what was written: " in damage
         assert full.startswith("told: OSError File too large: ")
         assert "/x/c/" in full
         assert ("(of process 1)." in full) == (i == 0)
         assert "latest: 1234567" in output
-    assert not list(tmp_path.glob("0001234567/.*"))
 
 
 def test_the_documented_example_reads_a_checkpoint(tmp_path, monkeypatch, capsys):

@@ -14,53 +14,25 @@ import jax
 import pytest
 
 from shardwright.program.config import PathsConfig
-from shardwright.program.directory import check_place, locked, place, run_directory
+from shardwright.program.directory import check_place, locked, run_directory
 from shardwright.program.resume import checkpoints_of
 
 pytestmark = pytest.mark.quick
-
-
-# ---- the place -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("root", "name", "message"),
     [
         ("s3://bucket/runs", "x", "paths.root_working_dir is 's3://bucket/runs'; give a directory"),
-        ("runs", "back\\slash", "paths.model_name is 'back"),
         ("runs", "a\u202eb", r"paths.model_name is 'a\u202eb'; give a directory"),
-        (
-            "runs",
-            "../x",
-            "paths.model_name is '../x', which is not a directory inside paths.root_working_dir",
-        ),
         ("runs", "sweep/init_from-../../a", "is not a directory inside"),
         ("runs", "/tmp/x", "is not a directory inside"),
     ],
 )
 def test_a_place_that_is_none_is_refused(root, name, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
+    check_place("./runs/../other", "a/./b/c")
+    with pytest.raises(ValueError, match=re.escape(message)):
         check_place(root, name)
-    assert "\n" not in str(error.value)
-
-
-def test_places(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for root, name, found in [
-        ("runs", "x", "runs/x"),
-        ("runs/", "a//b/", "runs/a/b"),
-        ("./runs/../other", "a/./b/c", "other/a/b/c"),
-        ("../x", "y", str(tmp_path / "x/y")),
-        ("~/x", "y", str(tmp_path / "home/x/y")),
-        ("/a b/ü[*]?", "mesh.t-2+c-…/d", "/a b/ü[*]?/mesh.t-2+c-…/d"),
-    ]:
-        check_place(root, name)
-        assert str(place(root, name)) == found
-
-
-# ---- the lock ------------------------------------------------------------------------------------
 
 
 def test_a_directory_is_of_one_process(tmp_path):
@@ -69,40 +41,26 @@ def test_a_directory_is_of_one_process(tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write("{")
         file.flush()
-        message = f"{tmp_path} is in use by another process. Wait for that run, end it, or start"
-        with pytest.raises(ValueError, match=re.escape(message)), locked(tmp_path):
+        with pytest.raises(ValueError, match="is in use by another process"), locked(tmp_path):
             pass
     with locked(tmp_path):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
-        with (
-            pytest.raises(ValueError, match=f"in use by process {os.getpid()} on "),
-            locked(tmp_path),
-        ):
+        in_use = pytest.raises(ValueError, match=f"in use by process {os.getpid()} on ")
+        with in_use, locked(tmp_path):
             pass
     assert (tmp_path / ".lock").read_text() == ""
 
 
-# ---- what a start finds and leaves ---------------------------------------------------------------
-
-
 def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path):
-    kept = [
-        "metrics.jsonl",
-        "notes.txt",
-        "checkpoints/0000000010.tmp/x",
-        "training_step_optimized_hlo_1.dot",
-        ".lock",
-    ]
-    left = ["metrics.jsonl.tmp", "samples.jsonl.tmp", "training_step_optimized_hlo_1.dot.tmp"]
-    left += ["training_step_optimized_hlo_1.svg.tmp", "trace.tmp/plugins/profile/1/a.xplane.pb"]
+    kept = ["metrics.jsonl", "notes.txt", "checkpoints/0000000010.tmp/x", ".lock"]
+    left = ["metrics.jsonl.tmp", "training_step_optimized_hlo_1.dot.tmp"]
+    left += ["trace.tmp/plugins/profile/1/a.xplane.pb"]
     for name in (*kept, *left):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).touch()
     with run_directory(str(tmp_path), "run", "demo") as (_, directory):
-        files = {
-            str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
-        }
-        assert files == {*kept}
+        files = [path for path in directory.rglob("*") if path.is_file()]
+        assert {str(path.relative_to(directory)) for path in files} == {*kept}
 
 
 @contextlib.contextmanager
@@ -124,13 +82,9 @@ def start(root: Path, name: str | None, *files: str) -> None:
 WRITTEN = ("metrics.jsonl", "config.yaml", "source/0/train.py")
 
 
-@pytest.mark.parametrize("name", ["a/b", None])
-def test_a_start_that_is_refused_leaves_nothing(tmp_path, name):
-    start(tmp_path / "new", name, *WRITTEN)
-    assert not [path for path in tmp_path.rglob("*") if path.name not in ("new", "a")]
-
-
-def test_what_is_of_others_or_of_a_step_stays(tmp_path):
+def test_a_start_that_is_refused_leaves_only_what_is_of_others_or_of_a_step(tmp_path):
+    start(tmp_path, "new", *WRITTEN)
+    assert not [*tmp_path.iterdir()]
     (tmp_path / "was there").mkdir()
     start(tmp_path, "was there", *WRITTEN)
     assert {path.name for path in (tmp_path / "was there").iterdir()} >= {"metrics.jsonl", "source"}
@@ -143,43 +97,18 @@ def test_what_is_of_others_or_of_a_step_stays(tmp_path):
     assert (tmp_path / "begun" / "metrics.jsonl").is_file()
 
 
-def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path):
-    (tmp_path / "file").touch()
-    for root, name, message in [
-        (tmp_path / "file", "x", f"{tmp_path}/file/x cannot be written: Not a directory. Check"),
-        (tmp_path, "file", f"{tmp_path}/file cannot be written: File exists. Check"),
-        (Path("/proc"), "x", "/proc/x cannot be written: No such file or directory. Check"),
-    ]:
-        with (
-            pytest.raises(ValueError, match=re.escape(message)) as error,
-            run_directory(str(root), name, "demo"),
-        ):
-            pass
-        assert "\n" not in str(error.value)
-
-
 def test_hosts_without_a_common_file_system_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with (
-        pytest.raises(
-            ValueError, match=r"process 1 on .* does not see .*/\.lock, which process 0 made"
-        ),
-        run_directory(str(tmp_path), "run", "demo"),
-    ):
+    unseen = pytest.raises(ValueError, match=r"process 1 on .* does not see .*/\.lock, which")
+    with unseen, run_directory(str(tmp_path), "run", "demo"):
         pass
     with run_directory(str(tmp_path), "run", "demo", is_shared=False):
         assert not list(tmp_path.iterdir())
-
-
-# ---- what a run can do without -------------------------------------------------------------------
 
 
 def test_a_renamed_run_does_not_begin_again_where_its_checkpoints_are_not(tmp_path):
     (tmp_path / "config.yaml").write_text("paths: {checkpoints: s3://x/runs, model_name: old}")
     paths = functools.partial(PathsConfig, checkpoints="s3://x/runs")
     assert checkpoints_of(tmp_path, paths(model_name="./old")) == "s3://x/runs/old/checkpoints"
-    with pytest.raises(
-        ValueError,
-        match=r"are in \S*/old/checkpoints, not in \S*/new/checkpoints\. Give .*=old, or",
-    ):
+    with pytest.raises(ValueError, match=r"are in \S*/old/checkpoints, not in \S*/new/checkpoints"):
         checkpoints_of(tmp_path, paths(model_name="new"))

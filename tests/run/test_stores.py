@@ -39,12 +39,6 @@ def state(step=0):
     return {"a": {"x": jax.device_put(jnp.arange(64.0) + step, sharding)}, "n": jnp.int32(step)}
 
 
-def like():
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state()
-    )
-
-
 def save(place, *steps, keep=None):
     with Checkpointer(place, keep=keep) as checkpoints:
         for step in steps:
@@ -57,11 +51,9 @@ def test_everything_works_at_every_kind_of_place(place):
     checkpoints = save(place, 1, 2, 3, keep=2)
     assert checkpoints.steps() == [2, 3]
     assert checkpoints.metadata(3) == {"tokens": 3}
-    restored = Checkpointer(place).restore(3, like())
+    restored = Checkpointer(place).restore(3, state())
     jax.tree.map(np.testing.assert_array_equal, restored, state(3))
-    with pytest.raises(
-        ValueError, match=r"cannot save step 3: .*checkpoints/0000000003 exists already"
-    ):
+    with pytest.raises(ValueError, match=r"cannot save step 3: .*/0000000003 exists already"):
         save(place, 3)
     assert checkpoints.verify(2) == []
     for name, step in ((f"{place}/0000000002", 2), (place.removesuffix("/checkpoints"), 3)):
@@ -70,18 +62,9 @@ def test_everything_works_at_every_kind_of_place(place):
     aside = checkpoints.set_aside([3])
     assert Checkpointer(place).steps() == [2]
     assert Checkpointer(aside).steps() == [3]
-    jax.tree.map(np.testing.assert_array_equal, Checkpointer(aside).restore(3, like()), state(3))
+    jax.tree.map(np.testing.assert_array_equal, Checkpointer(aside).restore(3, state()), state(3))
     checkpoints.store.remove("0000000002")
     assert Checkpointer(place).steps() == []
-
-
-def test_a_checkpoint_without_its_manifest_is_invisible_and_cleaned(place):
-    store = save(place, 1, 2).store
-    store.write("0000000002/zarr.json", None)
-    checkpoints = Checkpointer(place)
-    assert checkpoints.steps() == [1]
-    checkpoints.remove_leftovers()
-    assert {*store.directories()} == {"0000000001"}
 
 
 def test_the_manifest_is_the_last_that_a_store_without_rename_gets(server):
@@ -101,7 +84,7 @@ def test_the_run_that_started_last_saves(place):
     second.wait()
     first.save(3, state(), {})
     with pytest.raises(
-        OSError, match=rf"another run saves to .*checkpoints: process {os.getpid()} on .*, since "
+        OSError, match=rf"another run saves to .*: process {os.getpid()} on .*, since"
     ):
         first.wait()
     assert second.steps() == [1, 2]
@@ -120,4 +103,4 @@ def test_an_object_for_which_memory_has_no_room_is_damage(server, name):
     save("s3://bucket/run", 1)
     server.objects[f"/bucket/run/0000000001/{name}"] = Huge()
     with pytest.raises(Damaged, match=rf"{name} cannot be read: it has more than [\d,]+ bytes"):
-        Checkpointer("s3://bucket/run").restore(1, like())
+        Checkpointer("s3://bucket/run").restore(1, state())

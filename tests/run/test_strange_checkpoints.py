@@ -27,10 +27,8 @@ def signed(tmp_path):
     directory = tmp_path / "stranger" / "0000000007"
 
     def change(**values):
-        sign(
-            directory / "zarr.json",
-            json.loads((directory / "zarr.json").read_text())["attributes"] | values,
-        )
+        content = json.loads((directory / "zarr.json").read_text())
+        sign(directory / "zarr.json", content["attributes"] | values)
 
     return directory, change
 
@@ -38,14 +36,8 @@ def signed(tmp_path):
 ARRAY = {"shape": [4], "dtype": "float32", "chunk_shape": [4], "crc32c": "00000000"}
 
 
-ODD = [
-    {"shape": [4.0]},
-    {"shape": [-4]},
-    {"shape": [2**62]},
-    {"chunk_shape": [0]},
-    {"chunk_shape": [4, 4]},
-]
-ODD += [{"dtype": "float8_e5m2"}, {"crc32c": "xxxxxxxx"}]
+ODD = [{"shape": [4.0]}, {"shape": [-4]}, {"shape": [2**62]}, {"chunk_shape": [0]}]
+ODD += [{"chunk_shape": [4, 4]}, {"dtype": "float8_e5m2"}, {"crc32c": "xxxxxxxx"}]
 
 
 def test_a_manifest_with_odd_arrays_is_refused_in_one_line(signed):
@@ -54,6 +46,13 @@ def test_a_manifest_with_odd_arrays_is_refused_in_one_line(signed):
         change(arrays=arrays)
         with pytest.raises(Damaged, match=r"\A.*is not the manifest that was written.*\Z"):
             Checkpointer(directory.parent).manifest(7)
+
+
+def test_a_checkpoint_of_another_version_is_told(signed):
+    directory, change = signed
+    change(format_version=4)
+    with pytest.raises(ValueError, match=r"version 4; .* only version 3\. Restore it with the"):
+        Checkpointer(directory.parent).metadata(7)
 
 
 def test_no_file_outside_of_the_checkpoint_is_read(signed):
@@ -122,10 +121,8 @@ def test_what_is_no_file_of_its_size_is_damage_and_the_checkpoint_before_is_take
     directory, _ = signed
     older = directory.parent / "0000000003"
     shutil.copytree(directory, older)
-    sign(
-        older / "zarr.json",
-        json.loads((older / "zarr.json").read_text())["attributes"] | {"step": 3},
-    )
+    content = json.loads((older / "zarr.json").read_text())
+    sign(older / "zarr.json", content["attributes"] | {"step": 3})
     damages = (pipe, loop, sparse, device, dangling, os.mkdir)
     cases = [(name, damage) for name in ("zarr.json", "a/x/c/0") for damage in damages]
     places = [tmp_path / str(i) for i in range(len(cases))]
@@ -139,9 +136,9 @@ def test_what_is_no_file_of_its_size_is_damage_and_the_checkpoint_before_is_take
     lines = done.stdout.splitlines()
     for i, (place, (name, _)) in enumerate(zip(places, cases, strict=True)):
         first, last = lines[2 * i : 2 * i + 2]
-        assert first.startswith(
-            "[0. 1. 2. 3.] {7: " if name == "zarr.json" else "3 cannot read the array 'a/x'"
-        ), i
+        is_manifest = name == "zarr.json"
+        said = "[0. 1. 2. 3.] {7: " if is_manifest else "3 cannot read the array 'a/x'"
+        assert first.startswith(said), i
         assert name in last, i
         with Checkpointer(place) as checkpoints:
             checkpoints.remove_leftovers()
