@@ -12,25 +12,15 @@ from shardwright.program import skipping
 from shardwright.program.skipping import SkippedSteps
 from tests.support import dense, tiny
 
-# ---- the step ------------------------------------------------------------------------------------
 
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("adamw", "d=4 t=2", 1),
-        pytest.param(("muon", "p=2 d=2 t=2", 2), marks=pytest.mark.long, id="Muon, stages"),
-    ],
-)
-def stepped(request):
+@pytest.fixture(scope="module")
+def stepped():
     """The step on a mesh: function of changes to the state, and a batch.
 
     It returns the state before and after, and the metrics, on the host.
     """
-    algorithm, mesh, count = request.param
-    c = tiny.config(tiny.model(layers=count), microbatches=count)
-    c.optimizer.algorithm = algorithm
-    with jax.set_mesh(tiny.mesh(mesh)):
+    c = tiny.config(tiny.model(layers=1), microbatches=2)
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
         step = tiny.training_step(c)
 
         def run(change=lambda state: state, batch=None):
@@ -41,11 +31,10 @@ def stepped(request):
         yield run
 
 
-@pytest.mark.parametrize("bad", [np.nan, -np.inf])
-def test_a_step_that_is_not_finite_leaves_the_state(stepped, bad):
+def test_a_step_that_is_not_finite_leaves_the_state(stepped):
     def poisoned(state):
         norm = np.array(state.weights.final_norm)
-        norm[3] = bad
+        norm[3] = -np.inf
         state.weights.final_norm = jax.device_put(norm, state.weights.final_norm.sharding)
         return state
 
@@ -58,9 +47,8 @@ def test_a_step_that_is_not_finite_leaves_the_state(stepped, bad):
 def with_targets(rows) -> TokenBatch:
     """A batch with targets in some of its rows only."""
     batch = tiny.host_batch()
-    return dataclasses.replace(
-        batch, loss_mask=batch.loss_mask & np.isin(np.arange(tiny.BATCH), rows)[:, None]
-    )
+    kept = np.isin(np.arange(tiny.BATCH), rows)[:, None]
+    return dataclasses.replace(batch, loss_mask=batch.loss_mask & kept)
 
 
 def test_a_batch_without_targets_is_a_step_without_a_loss(stepped):
@@ -76,8 +64,8 @@ def test_rows_of_a_device_or_microbatch_without_targets_count_nothing(stepped):
     batch = with_targets([tiny.BATCH - 1])
     before, after, metrics = stepped(batch=batch)
     w = before.weights
-    c = tiny.model(layers=len(w.layers.w_q))
-    expected = dense.cross_entropy(dense.logits(w, dense.tokens_of(batch), c), batch)
+    logits = dense.logits(w, dense.tokens_of(batch), tiny.model(layers=1))
+    expected = dense.cross_entropy(logits, batch)
     np.testing.assert_allclose(metrics.loss, expected, rtol=1e-5)
     assert metrics.targets == batch.loss_mask.sum() > 0
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
@@ -92,31 +80,23 @@ def test_skipped_steps_in_a_row_end_the_run():
     few = SkippedSteps(3, {}, lambda *line: told.append(line))
     for step, skipped in enumerate([True, True, False, True, True]):
         few.see(step, "NaN", "NaN", skipped)
-    with pytest.raises(
-        FloatingPointError, match="3 steps in a row were skipped, the last of them step 6"
-    ):
+    with pytest.raises(FloatingPointError, match=r"3 steps in a row were skipped, the last .*6"):
         SkippedSteps(3, few.state(), print).see(5, "NaN", 1.0, True)
-    assert [(step, event) for step, _, event in told] == [
-        (step, "skipped") for step in (0, 1, 3, 4)
-    ]
+    assert [step for step, _, event in told if event == "skipped"] == [0, 1, 3, 4]
     assert few.count == 4
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_spike_is_told_once(resumed):
+def test_a_spike_is_told_once():
     """Of a loss and of a gradient norm, over their medians; noise and a falling loss are none."""
     told, rng = [], np.random.default_rng(0)
     steps = SkippedSteps(3, {}, lambda *line: told.append(line), 1.5)
-    losses, norms = (
-        4 + 4 * np.exp(-np.arange(80) / 9) + rng.normal(0, 0.1, 80),
-        rng.lognormal(0, 0.6, 80),
-    )
+    losses = 4 + 4 * np.exp(-np.arange(80) / 9) + rng.normal(0, 0.1, 80)
+    norms = rng.lognormal(0, 0.6, 80)
     losses[40:44], norms[60] = 8.5, 3e30
     for step, numbers in enumerate(zip(losses.tolist(), norms.tolist(), strict=True)):
-        if step == 40 and resumed:  # from a checkpoint, whose weights have been damaged since
-            steps = SkippedSteps(
-                3, json.loads(json.dumps(steps.state())), lambda *line: told.append(line), 1.5
-            )
+        if step == 40:  # resumes from a checkpoint, whose weights have been damaged since
+            saved = json.loads(json.dumps(steps.state()))
+            steps = SkippedSteps(3, saved, lambda *line: told.append(line), 1.5)
         steps.see(step, *numbers, False)
 
     def lowest(x):
@@ -147,23 +127,15 @@ def test_what_is_and_is_no_spike():
     few_tokens = np.random.default_rng(0).uniform(1, 5, 200)
     assert spikes_of(few_tokens) == []
     early = np.linspace(11, 8, 10)
-    for step in range(5, 10):
-        assert spikes_of(np.where(np.arange(10) == step, 20, early)) == [step]
-    assert spikes_of(early) == []
-
-
-# ---- runs ----------------------------------------------------------------------------------------
+    assert spikes_of(np.where(np.arange(10) == 5, 20, early)) == [5]
 
 
 @pytest.mark.quick
 def test_a_state_that_is_not_finite_is_not_saved():
-    state = {
-        "good": np.ones(3, np.float32),
-        "bad": np.float32([1, np.inf]),
-        "worse": np.float32([np.nan]),
-    }
+    good = {"good": np.ones(3, np.float32)}
+    skipping.check_finite(skipping.are_finite(good), 4, "a program")
+    state = good | {"bad": np.float32([1, np.inf]), "worse": np.float32([np.nan])}
     with pytest.raises(
-        FloatingPointError, match=r"^bad, worse: values are not finite after step 4, so this state"
+        FloatingPointError, match=r"^bad, worse: values are not finite after step 4"
     ):
         skipping.check_finite(skipping.are_finite(state), 4, "a program")
-    skipping.check_finite(skipping.are_finite({"good": state["good"]}), 4, "a program")
