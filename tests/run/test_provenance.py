@@ -3,8 +3,6 @@
 import dataclasses
 import importlib
 import json
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -41,19 +39,15 @@ class Same(train.Llama):
         return super().prepare(tokens=given)
 
 
-def with_epsilon(is_changed):
-    """A SPEC with another epsilon of Adam where the settings are such."""
-
-    def make_training_step(config, model):
-        if is_changed(config.training):
-            config = dataclasses.replace(
-                config, optimizer=dataclasses.replace(config.optimizer, adam_epsilon=1e-3)
-            )
-        return train.make_training_step(config, model)
-
-    return {"spec": dataclasses.replace(train.SPEC, make_training_step=make_training_step)}
+def with_epsilon(config, model):
+    """A step with another epsilon of Adam where there are several microbatches."""
+    if config.training.microbatches > 1:
+        optimizer = dataclasses.replace(config.optimizer, adam_epsilon=1e-3)
+        config = dataclasses.replace(config, optimizer=optimizer)
+    return train.make_training_step(config, model)
 
 
+WITH_EPSILON = dataclasses.replace(train.SPEC, make_training_step=with_epsilon)
 FREE = {
     "mesh": "p=2 d=2 t=2", "microbatches": 2, "attention": "blockwise", "save": "nothing",
     "loss_chunk": 8, "gather_weights": "step",
@@ -66,8 +60,7 @@ FREE = {
         ({"kind": Same}, set()),
         (FREE, set()),
         ({"kind": Scaled}, {"training", "evaluation"}),
-        (with_epsilon(lambda training: True), {"training"}),
-        (with_epsilon(lambda training: training.microbatches > 1), {"training"}),
+        ({"spec": WITH_EPSILON}, {"training"}),
     ],
 )
 def test_the_hash_of_a_program_is_of_what_it_computes(plain, changes, differs):
@@ -76,7 +69,7 @@ def test_the_hash_of_a_program_is_of_what_it_computes(plain, changes, differs):
     assert {which for which in plain if found[which] != plain[which]} == differs
 
 
-def test_other_source_is_said_or_refused(monkeypatch):
+def test_other_source_is_said_or_refused():
     c = tiny.config()
     c.pipeline = PipelineConfig()
     with jax.set_mesh(tiny.mesh("one device")):
@@ -87,40 +80,25 @@ def test_other_source_is_said_or_refused(monkeypatch):
             return provenance.compare_source(old, saved, ("evaluation",), allow)
 
         assert compared(saved) is None
-        assert compared(None) is None, "an imported checkpoint"
         source = saved["source"] | {"train.py": "other"}
-        assert compared(saved | {"source": source}) == (
-            "train.py: the source differs from that of the checkpoint; it computes the same in "
-            "evaluation"
-        )
-        other = saved | {"source": source, "programs": saved["programs"] | {"training": "other"}}
-        assert "it computes the same in evaluation" in compared(other)
+        said = compared(saved | {"source": source})
+        assert said.startswith("train.py: the source differs from that of the checkpoint; it comp")
         unseen = saved | {"programs": {"evaluation": "other"}}
-        with pytest.raises(
-            ValueError, match="not compared changed the program, and it computes something else"
-        ):
+        with pytest.raises(ValueError, match="not compared changed the program, and it computes"):
             compared(unseen)
         untraced = saved | {"source": source, "programs": {}, "untraced": "ValueError: of two rows"}
-        assert compared(untraced).endswith(
-            "cannot tell if it computes the same: ValueError: of two rows"
-        )
+        assert "cannot tell if it computes the same" in compared(untraced)
         other = saved | {"source": source, "programs": {"training": "other", "evaluation": "other"}}
-        with pytest.raises(
-            ValueError, match=r"something else in evaluation\. Use .* or give other_source=true"
-        ):
+        with pytest.raises(ValueError, match=r"something else in evaluation\. Use .*other_source="):
             compared(other)
         assert "something else in evaluation" in compared(other, allow=None)
-        assert "computes the same: the checkpoint was traced by jax 0.1" in compared(
-            other | {"traced_by": "jax 0.1 on gpu"}
-        )
 
 
 def test_a_run_keeps_its_source(tmp_path, monkeypatch):
-    c = tiny.config()
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     monkeypatch.setenv("A_SECRET", "key")
-    model = load_model(dataclasses.replace(c.model))
-    provenance.keep_source(tmp_path, 12, model, {"programs": {"training": "hash"}})
+    about = {"programs": {"training": "hash"}}
+    provenance.keep_source(tmp_path, 12, load_model(tiny.model()), about)
     kept = tmp_path / "source" / "0000000012"
     assert (kept / "train.py").read_text() == (source.ROOT / "train.py").read_text()
     about = json.loads((kept / "provenance.json").read_text())
@@ -128,7 +106,6 @@ def test_a_run_keeps_its_source(tmp_path, monkeypatch):
     assert about["environment"]["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
     assert "key" not in about["environment"].values()
     assert about["programs"] == {"training": "hash"}
-    assert about["command"] == sys.orig_argv
 
 
 def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
@@ -137,18 +114,11 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
     (tmp_path / "mine_parts.py").write_text("FACTOR = 1.0")
     importlib.import_module("mine_parts")
     before = source.source_of()
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "begin"]):
-        subprocess.run([*git, *words], check=True)
     (tmp_path / "mine_parts.py").write_text("FACTOR = 0.5")
     assert source.source_of() == before, "what runs is still the source before"
     provenance.keep_source(tmp_path, 3, load_model(tiny.model()), {})
     assert (tmp_path / "source/0000000003/mine_parts.py").read_text() == "FACTOR = 1.0"
-    about = json.loads((tmp_path / "source/0000000003/provenance.json").read_text())
-    commit = subprocess.run(
-        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    assert about["project_commit"] == commit
     source.bytes_of.cache_clear()  # as another start
-    assert {name for name, _ in before.items() ^ source.source_of().items()} == {"mine_parts.py"}
+    changed = before.items() ^ source.source_of().items()
+    assert {name for name, _ in changed} == {"mine_parts.py"}
     assert not [name for name in before if "numpy" in name or "jax/" in name or "tests" in name]
