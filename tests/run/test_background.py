@@ -1,8 +1,6 @@
-"""Programs that a run starts beside itself."""
+"""Programs that a run starts beside itself, and the page that one of them keeps."""
 
-import concurrent.futures
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -10,19 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.program.background import in_background, run_beside, wait_for
+from shardwright.run import page as pages
+from shardwright.run.page import Page
+from tests.support.written_runs import write_run
 
 PATIENT = (
     "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
 )
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder with programs that a process of its own finds."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "a_patient_program.py").write_text(PATIENT)
-    return tmp_path
 
 
 def pid_of(folder: Path) -> int:
@@ -43,16 +35,17 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux ends a process with the one that started it"
 )
-def test_it_dies_with_a_run_that_is_killed(folder):
+def test_it_dies_with_a_run_that_is_killed(tmp_path):
+    (tmp_path / "a_patient_program.py").write_text(PATIENT)
     starts = (
         "from shardwright.program.background import run_beside; run_beside('a_patient_program')"
     )
     with subprocess.Popen(
         [sys.executable, "-c", starts],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": ":".join(sys.path) + f":{folder}"},
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": ":".join([*sys.path, str(tmp_path)])},
     ) as run:
-        pid = pid_of(folder)
+        pid = pid_of(tmp_path)
         assert is_alive(pid)
         run.kill()
     end = time.monotonic() + 10
@@ -61,31 +54,31 @@ def test_it_dies_with_a_run_that_is_killed(folder):
     assert not is_alive(pid)
 
 
-def test_a_wait_says_what_for_and_a_signal_ends_it(folder, capsys):
-    def draw() -> str:
-        try:
-            return run_beside("a_patient_program", directory=folder)
-        except RuntimeError as error:
-            return str(error)
+# ---- the page of a run ---------------------------------------------------------------------------
 
-    def stopped_by() -> str | None:
-        return signal.Signals.SIGINT.name if "waiting" in said() else None
 
-    printed = []
+@pytest.mark.long
+def test_the_last_page_is_waited_for(tmp_path):
+    run = write_run(tmp_path / "a 'run', [of] {mine}=é, $x")
+    (run / "json.py").write_text("raise SystemExit('not this one')")
+    assert Page(run, wanted=True).finish() == run / "report.html"
+    assert "It is a truth" in (run / "report.html").read_text()
 
-    def said() -> str:
-        printed.append(capsys.readouterr().out)
-        return "".join(printed)
 
-    other = in_background(run_beside, "http.server", "0", "--bind", "127.0.0.1")
-    drawing = in_background(draw)
-    pid_of(folder)
-    began = time.monotonic()
-    wait_for([drawing], "the picture", stopped_by)
-    assert time.monotonic() - began < 30
-    assert drawing.result() == "it was killed"
-    concurrent.futures.wait([other], timeout=0.5)
-    assert not other.done(), "only the program that is waited for is killed"
-    other.kill_program()
-    assert str(other.exception()) == "it was killed"
-    assert said() == "waiting    for the picture; Ctrl-C skips it\n"
+def test_pages_are_a_minute_apart_and_take_a_share_of_the_time(tmp_path, monkeypatch):
+    """The third takes nine seconds: 30 times as long until the next one."""
+    starts, now = [], [1000.0]
+
+    def make(*_, **options):
+        assert options == {"directory": tmp_path, "nice": 19}
+        starts.append(now[0])
+        now[0] += 9 if len(starts) == 3 else 1
+
+    monkeypatch.setattr(pages.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pages, "run_beside", make)
+    page = Page(tmp_path, wanted=True)
+    for _ in range(600):
+        page.refresh()
+        page.close()
+        now[0] += 1
+    assert starts == [1010, 1070, 1130, 1400, 1460, 1520, 1580]

@@ -1,11 +1,15 @@
-"""The files of the compiled step, and its source lines with the compilation cache."""
+"""The files of the compiled step, its source lines with the compilation cache, and its profile."""
 
+import gzip
 import json
 import re
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardwright.inspect.examine import draw_step
 from shardwright.program.compiling import compile_step
+from shardwright.program.flops import PeakFlops, Speed
+from shardwright.run.listeners import profile
+from shardwright.run.metrics import RunLog
 from tests.support.simulated import without_cache, xla_flags
 
 ROOT = Path(__file__).parents[2]
@@ -40,13 +47,9 @@ def test_the_text_is_kept_and_drawn(tmp_path):
     assert re.fullmatch(r"training_step_optimized_hlo_[\d_]{19}\.txt", text.name)
     assert text.read_text() == f"// mesh d=8\n{compiled.as_text()}"
     assert compiled.as_text() == lowered.compile().as_text()
-    w = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, P()))
-    x = jax.device_put(jnp.ones((64, 16)), NamedSharding(mesh, P("d")))
-    assert compiled(w, x).shape == (8, 32)
     picture = text.with_suffix(".svg")
     assert draw_step(text) == f"picture    {picture}"
     assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
-    assert {path.suffix for path in (tmp_path / "run").iterdir()} == {".txt", ".json", ".svg"}
     table = json.loads(text.with_suffix(".json").read_text())
     (row,) = [row for row in table["rows"] if row["kind"] == "collective"]
     assert (row["what"], row["axes"], row["size"]) == ("all-reduce", "d", 2 * 8 * 32 * 4 * 7 // 8)
@@ -55,33 +58,13 @@ def test_the_text_is_kept_and_drawn(tmp_path):
 
 def test_texts_and_pictures_of_earlier_starts_are_removed(tmp_path):
     mesh, lowered = lower()
-    earlier = [
-        f"training_step_optimized_hlo_2020_01_01_00_00_00{suffix}"
-        for suffix in (".txt", ".json", ".svg")
-    ]
-    others = {
-        "training_step_optimized_hlo_mine.txt",
-        "metrics.jsonl",
-        "notes_2001_01_01_00_00_00.txt",
-    }
-    for file in [*others, *earlier]:
+    earlier = "training_step_optimized_hlo_2020_01_01_00_00_00"
+    others = {"training_step_optimized_hlo_mine.txt", "notes_2001_01_01_00_00_00.txt"}
+    for file in [*others, *(earlier + suffix for suffix in (".txt", ".json", ".svg"))]:
         (tmp_path / file).write_text("")
     with jax.set_mesh(mesh):
         _, text = compile_step(lowered, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == others | {text.name}
-
-
-def test_a_text_that_cannot_be_written_is_told_and_the_step_compiles(tmp_path, capsys):
-    (tmp_path / "run").write_text("in the way")
-    mesh, lowered = lower()
-    with jax.set_mesh(mesh):
-        compiled, text = compile_step(lowered, tmp_path / "run")
-    assert text is None
-    assert compiled.as_text()
-    assert re.fullmatch(
-        r"HLO text: none, .*\.txt cannot be written: (File exists|Not a directory)\n",
-        capsys.readouterr().out,
-    )
 
 
 STEP = """import sys
@@ -108,17 +91,48 @@ print(len(hits), sorted(lines & {11, 12}), jax.config.jax_compilation_cache_incl
 def test_a_step_from_the_cache_has_the_lines_of_now(tmp_path):
     """The same program twice, then with a comment above the step."""
     program, found = tmp_path / "program.py", []
-    env = without_cache() | {
-        "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": xla_flags(1),
-        "JAX_PLATFORMS": "cpu",
-    }
-    for i, text in enumerate((STEP, STEP, STEP.replace("def step", "# a comment\\ndef step"))):
-        program.write_text(text.replace("\\n", "\n") if i == 2 else text)
+    env = without_cache() | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(1)}
+    env |= {"JAX_PLATFORMS": "cpu"}
+    for i, text in enumerate((STEP, STEP, STEP.replace("def step", "# a comment\ndef step"))):
+        program.write_text(text)
         command = [sys.executable, program, tmp_path / "cache", tmp_path / f"run{i}"]
-        done = subprocess.run(
-            command, env=env, cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         found.append(done.stdout.strip())
     assert found == ["0 [11] False", "1 [11] False", "0 [12] False"]
+
+
+SPEED = Speed(100, 1e6, PeakFlops(1e9, "the source of the peak"))
+
+
+@jax.jit
+def profiled_step(x):
+    return jnp.tanh(x @ x) / 8
+
+
+@pytest.mark.long
+def test_the_third_to_the_sixth_step_are_traced_and_the_time_between_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile, "MODULE", "jit_profiled_step")
+    x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
+    with RunLog(tmp_path, total_steps=18, start_step=10, speed=SPEED) as log:
+        run: Any = SimpleNamespace(log=log, directory=tmp_path, start=10, end_step=18, hlo=None)
+        run.settle = lambda: None
+        profiler = profile.Profile()
+        profiler.begin(run)
+        for i in range(8):
+            profiler.before(10 + i, None, None)
+            time.sleep(0.2)
+            with jax.profiler.TraceAnnotation(f"this is step {i}"):
+                x = profiled_step(x)
+            profiler.after(10 + i, None, x)
+        profiler.close()
+    (trace,) = tmp_path.glob("plugins/profile/*/perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = {event.get("name", "") for event in events}
+    steps = {name for name in names if name.startswith("this is step")}
+    assert steps == {f"this is step {i}" for i in (2, 3, 4, 5)}
+    found = json.loads((tmp_path / "metrics.jsonl").read_text())
+    about = found["event"], found["step"], found["steps"], found["devices"]
+    assert about == ("step_bubble", 16, 4, 1)
+    assert 0.2 <= found["gap_seconds"] < min(0.6, found["step_seconds"])
+    assert found["step_bubble"] == pytest.approx(found["gap_seconds"] / found["step_seconds"])

@@ -1,8 +1,7 @@
-"""What a run prints of its data at the start, from datasets whose targets and passes are counted by
-hand.
+"""What a run says of its data at the start, from datasets whose targets are counted by hand, and
+the id before each document: as given, or as the datasets record it.
 """
 
-from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 from shardwright.data import flat_tokens
 from shardwright.data.loader import DataConfig, make_loader
 from shardwright.run.introduction import describe_data
-from tests.support import tiny
+from shardwright.run.launch import composed, take_recorded_bos_id
+from tests.support import tiny, written_datasets
 
 pytestmark = pytest.mark.quick
 
@@ -31,22 +31,18 @@ def filespec(tmp_path_factory):
     return place
 
 
-def lines(data: DataConfig, length: int, passes=None, batch: int = 2) -> list[str]:
+def lines(data: DataConfig, length: int, batch: int = 2) -> list[str]:
     c = tiny.config(seq_len=length, eval_batches=1)
     c.data = data
-    train, validation = (
-        make_loader(data, split, batch, length) for split in ("train", "validation")
-    )
-    run: Any = SimpleNamespace(config=c, loader=train, validation=validation, passes=passes or {})
+    run: Any = SimpleNamespace(config=c, passes={})
+    run.loader = make_loader(data, "train", batch, length)
+    run.validation = make_loader(data, "validation", batch, length)
     return describe_data(run)
 
 
 def test_the_share_of_targets(filespec):
     padded = {"sequence_packing": False, "shuffle": False}
     assert lines(DataConfig(filespec=filespec), 8) == []
-    assert lines(DataConfig(filespec=filespec, **padded), 32) == [
-        "targets    50% of positions in the first 4 documents"
-    ]
     found = lines(DataConfig(filespec=filespec, **padded, loss_mask="answer"), 8)
     # 4 of 6 and 4 of 8 tokens of the last two documents; validation reads the first two.
     assert found == [
@@ -55,31 +51,40 @@ def test_the_share_of_targets(filespec):
     ]
     whole = lines(DataConfig(filespec=filespec, **padded, loss_mask="answer"), 8, batch=4)
     assert whole == found[:1], "its one batch has all documents"
-    assert all(len(line) <= 80 for line in found[:1])
 
 
 def test_data_without_targets_are_refused(filespec):
     data = DataConfig(filespec=filespec, sequence_packing=False, loss_mask="answer")
-    with pytest.raises(
-        ValueError,
-        match=r"none of the first 4 documents .* a target in 2 tokens\. Raise training\.seq_len",
-    ):
+    with pytest.raises(ValueError, match=r"none of the first 4 documents .* a target in 2 tokens"):
         lines(data, 2)
 
 
-def test_passes_over_the_sources(filespec):
-    data = DataConfig(filespec=filespec)
-    assert lines(data, 8, {filespec: Fraction(1)}) == []
-    assert lines(data, 8, {filespec: Fraction(5, 2)}) == [f"passes     {filespec} 2.5x in this run"]
-    data.mixture = {"big": None, "tiny": None}  # type: ignore[dict-item]
-    many = {
-        "big": Fraction(1, 2),
-        "tiny": Fraction(88),
-        **{str(i): Fraction(1, 4) for i in range(58)},
-    }
-    run: Any = SimpleNamespace(config=SimpleNamespace(data=data, training=None), passes=many)
-    run.loader = SimpleNamespace(count_targets=lambda: None)
-    (line,) = describe_data(run)
-    assert (
-        line == "passes     tiny 88x, big 0.5x, 0 0.25x, 1 0.25x, 2 0.25x and 55 more in this run"
-    )
+# ---- the id before each document -----------------------------------------------------------------
+
+
+def taken(given: int | None, *overrides: str) -> int:
+    given_too = [] if given is None else [f"model.bos_id={given}"]
+    c = composed("local_test_synthetic", *overrides, *given_too)
+    take_recorded_bos_id(c, given)
+    return c.model.bos_id
+
+
+@pytest.mark.parametrize(
+    ("attributes", "given", "expected"),
+    [({"bos_id": 1}, None, 1), ({}, None, 0), ({}, 2, 2)],
+)
+def test_a_recorded_id_is_taken_where_none_is_given(attributes, given, expected, tmp_path):
+    path = written_datasets.write(tmp_path / "d", attributes=attributes)
+    assert taken(given, f"data.filespec={path}") == expected
+
+
+def test_contradictions_are_refused(tmp_path):
+    one = written_datasets.write(tmp_path / "one", attributes={"bos_id": 1})
+    two = written_datasets.write(tmp_path / "two", attributes={"bos_id": 2})
+    with pytest.raises(ValueError, match=r"one records bos_id 1, but model\.bos_id is 0"):
+        taken(0, f"data.filespec={one}")
+    mixture = f"+data.mixture.a.filespec={one}", f"+data.mixture.b.filespec={two}"
+    with pytest.raises(ValueError, match=r"two records bos_id 2, but model\.bos_id is 1"):
+        taken(None, "data.filespec=null", *mixture)
+    with pytest.raises(ValueError, match=r"two records bos_id 2"):
+        taken(None, f"data.filespec={one}", f"training.changes=[{{step: 1, data.filespec: {two}}}]")
