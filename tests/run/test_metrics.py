@@ -87,9 +87,6 @@ def test_losses_that_are_not_finite_are_valid_json_and_written_one_step_late(tmp
     assert [line["loss"] for line in read(tmp_path)] == [1.0, "NaN", "Infinity", "-Infinity"]
 
 
-# ---- files that cannot be written ----------------------------------------------------------------
-
-
 def test_lines_wait_while_the_disk_is_full_and_none_is_torn(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     with run_log(tmp_path) as log:

@@ -71,9 +71,6 @@ def test_rows_of_a_device_or_microbatch_without_targets_count_nothing(stepped):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
 
 
-# ---- in a row ------------------------------------------------------------------------------------
-
-
 @pytest.mark.quick
 def test_skipped_steps_in_a_row_end_the_run():
     told = []

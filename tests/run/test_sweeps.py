@@ -90,6 +90,3 @@ def test_a_failing_job_is_told_and_a_signal_ends_the_sweep(program):
         *["SIGINT: the sweep stops here. Jobs that are done:", "  a-3", "  a-5"],
         "To resume: the same command, with paths.model_name=sweep",
     ]
-
-
-# ---- peak memory ---------------------------------------------------------------------------------

@@ -41,9 +41,6 @@ EXPECTED = {
 }
 
 
-# ---- the trackers themselves ---------------------------------------------------------------------
-
-
 def of_tensorboard(directory, _):
     event_pb2 = importlib.import_module("tensorboardX.proto.event_pb2")
     found = {}
@@ -124,9 +121,6 @@ def test_a_tracker_has_the_numbers_of_both_starts_of_a_run(name, tmp_path, monke
     assert {key: found.get(key) for key in EXPECTED} == EXPECTED
 
 
-# ---- trackers that fail --------------------------------------------------------------------------
-
-
 class Fake:
     """A tracker that fails at a chosen call."""
 
@@ -167,9 +161,6 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("WARNING: the tracker fake0 failed: ")
     assert f"{kind.__name__}: no network in {fails}\N{REPLACEMENT CHARACTER}[2J" in line
-
-
-# ---- in a run ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("is_known", "expected"), [(False, "offline"), (True, None)])
