@@ -48,7 +48,7 @@ def data(tmp_path_factory):
                 writer.append(ids, np.array([*map(len, texts)]))
     file = root / "web.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS["web"]))
-    of_files = {"train_files": [str(file)], "validation_files": [str(file)], "shuffle_block": 3}
+    of_files = {"train_files": ["none"], "validation_files": [str(file)], "shuffle_block": 3}
     weights = {"web": 9, "books": 1}
     mixture = {name: SourceConfig(str(root / name), weight) for name, weight in weights.items()}
     return {

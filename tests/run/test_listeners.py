@@ -33,6 +33,8 @@ def run(tmp_path) -> Any:
         log=SimpleNamespace(add_event=add, log_event=add),
         events=events,
         skips={},
+        start=0,
+        done=3,
         found=SimpleNamespace(best=None),
         batch_of=lambda step: step + 5,
         checkpoints=SimpleNamespace(store=SimpleNamespace(url="here/checkpoints")),
