@@ -25,7 +25,7 @@ RUN_BY = {
     "formats.md": "flat_tokens/test_flat_tokens.py",
     "huggingface.md": "models/test_huggingface_export.py",
     "mixing.md": "train/test_mixing_page.py",
-    "models.md": "train/test_inputs.py",
+    "models.md": "train/test_stacks.py",
     "ops.md": "shardlib/test_pages.py",
     "other-trainers.md": "repository/test_snippets.py",
     "parallelism.md": "shardlib/test_pages.py",
