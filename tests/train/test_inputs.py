@@ -1,11 +1,11 @@
 """Inputs beside the tokens: arrays of a dataset that a model reads, from file to loss, against
-numpy indexing. The model is a change of the one of docs/models.md.
+numpy indexing. A model's step with one: test_changing.py.
 """
 
 import dataclasses
+import importlib
 import json
 import shutil
-import sys
 
 import jax
 import numpy as np
@@ -13,16 +13,15 @@ import pytest
 import zarr
 
 import train
-from shardlib.shardtypes import bool_, u32
 from shardwright.data import flat_tokens
-from shardwright.data.loader import DataConfig, SourceConfig, StreamConfig, make_loader
-from shardwright.modeling.model import Tokens, load_model
-from shardwright.sampling.sampler import Sampler, Sampling
+from shardwright.data.loader import DataConfig, SourceConfig, make_loader
+from shardwright.modeling.model import load_model
 from tests.support import tiny
 from tests.support.losses_of_runs import losses as losses_of
 from tests.support.numpy_checks import check_modules
-from tests.support.own_model import MINE, SIZES, changed, imported
+from tests.support.recipes import RECIPES
 
+assert RECIPES  # importing it makes the programs of docs/recipes importable
 check_modules(flat_tokens)
 
 SEQ_LEN, KINDS = 10, 8
@@ -75,17 +74,17 @@ def test_zarr_python_reads_it_and_the_split_stays_what_it_was(tmp_path, small_sh
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("name", "less", "dtype", "message"),
+    ("name", "less", "message"),
     [
-        ("new", 1, "uint32", r"input_new: the values are uint32\[901\], not uint32\[902"),
-        ("new", 0, "float32", r"values are float32\[902\], not .* values.view\(np.uint32\)"),
-        ("kind", 0, "uint32", r"input_kind exists already, maybe incomplete. Delete it"),
-        ("a/b", 0, "uint32", r"'a/b' is not a valid name of an input"),
+        ("new", 1, r"input_new: the values are uint32\[901\], not uint32\[902"),
+        ("kind", 0, r"input_kind exists already, maybe incomplete. Delete it"),
     ],
 )
-def test_what_cannot_be_added(dataset, name, less, dtype, message):
+def test_what_cannot_be_added(dataset, name, less, message):
     with pytest.raises(ValueError, match=message):
-        flat_tokens.add_input(dataset[0], "train", name, np.zeros(dataset[1].size - less, dtype))
+        flat_tokens.add_input(
+            dataset[0], "train", name, np.zeros(dataset[1].size - less, np.uint32)
+        )
     assert "input_new" not in zarr.open_group(dataset[0], mode="r")["train"]
 
 
@@ -151,104 +150,27 @@ def test_rows_have_the_values_of_their_tokens(dataset, names, packing, shuffled)
 def test_rows_of_a_mixture(dataset, tmp_path):
     other = write(tmp_path / "other", seed=1, documents=900)
     sources = {"a": SourceConfig(dataset[0]), "b": SourceConfig(other[0], weight=2)}
-
-    def load():
-        return make_loader(DataConfig(mixture=sources), "train", 32, SEQ_LEN, inputs=("kind",))
-
+    loader = make_loader(DataConfig(mixture=sources), "train", 32, SEQ_LEN, inputs=("kind",))
     known = {}
     for _, tokens, given in (dataset, other):
         for i in range(0, tokens.size - SEQ_LEN + 1, SEQ_LEN):
             known[tuple(tokens[i : i + SEQ_LEN])] = given[i : i + SEQ_LEN, 0]
-    rows = load().sequences(5, np.arange(32))
+    rows = loader.sequences(5, np.arange(32))
     for row, found in zip(rows.targets, rows.inputs, strict=True):
         np.testing.assert_array_equal(found[:, 0], known[tuple(row)])
-    shutil.rmtree(tmp_path / "other/train/input_kind")
-    with pytest.raises(ValueError, match=r"other/train: the array train/input_kind is missing"):
-        load()
 
 
-@pytest.mark.quick
-def test_a_stream_has_none():
-    message = r"data.stream is set, but the model also reads kind, .* set data.filespec"
-    with pytest.raises(ValueError, match=message):
-        make_loader(DataConfig(stream=StreamConfig()), "train", 4, SEQ_LEN, inputs=("kind",))
+# ---- a run ---------------------------------------------------------------------------------------
 
 
-# ---- the model -----------------------------------------------------------------------------------
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("mask", [True, False])
-def test_inputs_are_those_of_the_token_that_is_read(mask):
-    rng = np.random.default_rng(0)
-    targets = rng.integers(1, 9, (3, 7)).astype(np.uint32)
-    inputs = rng.integers(1, 9, (3, 7, 2)).astype(np.uint32)
-    starts = rng.random((3, 7)) < 0.3
-
-    def before(
-        targets: u32["B/r/d L"], starts: bool_["B/r/d L"], inputs: u32["B/r/d L inputs"]
-    ) -> tuple[u32["B/r/d L"], u32["B/r/d L inputs"]]:
-        tokens = Tokens.before(targets, starts, 0, None, mask, inputs)
-        assert tokens.row_positions.shape == (3 if mask else 1, 7)
-        return tokens.ids, tokens.inputs
-
-    with jax.set_mesh(tiny.mesh("one device")):
-        ids, found = tiny.per_device(before)(targets, starts, inputs)
-    is_bos = starts & mask | (np.arange(7) == 0)
-    np.testing.assert_array_equal(ids, np.where(is_bos, 0, np.roll(targets, 1, 1)))
-    np.testing.assert_array_equal(found, np.where(is_bos[..., None], 0, np.roll(inputs, 1, 1)))
-
-
-WEIGHTED = """        weight = lax.bitcast_convert_type(tokens.inputs[..., 1], jnp.float32)
-        q = q * (1 + weight[..., None, None]).astype(x.dtype)
-        read = """
-KINDED = changed(
-    MINE.replace('"mine"', '"kinded"').replace("        read = ", WEIGHTED),
-    """\
-+import jax.numpy as jnp
-+from jax import lax
- import dataclasses
-@@
--from shardwright.modeling.weights import matrix, table_of, unembedding
-+from shardwright.modeling.weights import embedding, matrix, table_of, unembedding
-@@
- class Weights:
-     embed: unembedding["V/t/p M/fsdp"]  # also the output projection
-+    kinds: embedding["8/t/p M/fsdp"]  # 8: a multiple of t·p
-     layers: Array["layers/p", Layer]
-@@
- class Model:
-     Weights = Weights
-+    inputs = ("kind", "weight")
-@@
-         self.config = config
--        self.table = table_of(Weights, config, std=lambda fan_in: fan_in**-0.5)
-+        changes = {"kinds": {"std": config.d_model**-0.5}}
-+        self.table = table_of(Weights, config, lambda fan_in: fan_in**-0.5, changes)
-@@
-         x = index_unreduced("[V/t/p] M, B/b L/c -> B/b L/c M +t +p", embed, tokens.ids)
-+        kinds = all_gather("8/t/p M/fsdp -> 8/t/p M", w.kinds)
-+        x = x + index_unreduced("[8/t/p] M, B/b L/c -> B/b L/c M +t +p", kinds, tokens.inputs[..., 0])
-""",
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kinded(tmp_path_factory):
-    with imported("kinded", KINDED, tmp_path_factory.mktemp("kinded")) as module:
-        yield module
-
-
-def config(filespec, steps=4, **training):
-    c = tiny.config(sys.modules["kinded"].ModelConfig(**SIZES | {"vocab": 2048}), **training)
-    c.data = DataConfig(filespec=filespec)
-    c.training.steps, c.training.checkpoint_interval, c.training.eval_batches = steps, 2, 2
-    return c
-
-
-def losses(c, directory):
+def losses(path, directory):
     """Of a run by the trainer itself: each step's, and the validation's."""
-    directory.mkdir(exist_ok=True)
+    model = importlib.import_module("second_input").ModelConfig(
+        **dataclasses.asdict(tiny.model(vocab=2048, module="second_input"))
+    )
+    c = tiny.config(model, steps=2, eval_batches=2)
+    c.data = DataConfig(filespec=str(path))
+    directory.mkdir()
     with jax.set_mesh(tiny.mesh("one device")):
         train.train(c, load_model(c.model), directory)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -256,42 +178,14 @@ def losses(c, directory):
     return losses_of(directory) + validations
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "both"
-    write(path, 2, 100)
-    write(path, 3, 60, "validation")
-    return path
-
-
 @pytest.mark.long
-def test_the_validation_loss_of_a_run_depends_on_the_inputs(data, tmp_path, monkeypatch):
+def test_the_validation_loss_of_a_run_depends_on_the_inputs(tmp_path, monkeypatch):
     """Those of training: test_changing.py."""
     monkeypatch.setattr(train.Run, "check", lambda self: None)  # no proof, which takes longest
-    found = losses(config(str(data)), tmp_path / "run")
-    shutil.copytree(data, tmp_path / "d")
-    values = zarr.open_group(str(data), mode="r")["validation/input_kind"][:]
+    write(tmp_path / "d", 2, 100)
+    *_, values = write(tmp_path / "d", 3, 60, "validation")
+    found = losses(tmp_path / "d", tmp_path / "run")
     shutil.rmtree(tmp_path / "d/validation/input_kind")
-    flat_tokens.add_input(str(tmp_path / "d"), "validation", "kind", values[::-1])
-    other = losses(config(str(tmp_path / "d")), tmp_path / "other")
-    assert (np.abs(np.array(found) - other) > 1e-4).tolist() == [False] * 4 + [True]
-
-
-@pytest.mark.long
-def test_it_is_not_sampled(data, tmp_path):
-    c = config(str(data), steps=2)
-    c.training.sample_interval = 1
-    message = r"sample_interval is 1, but the model also reads kind, weight, .*sample_interval=n"
-    with pytest.raises(ValueError, match=message):
-        losses(c, tmp_path / "run")
-    message = r"'kinded' also reads kind, weight, .* Evaluate it"
-    with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=message):
-        Sampler(tiny.step(c), Sampling(max_tokens=3), context=16)
-
-
-@pytest.mark.quick
-def test_a_name_that_is_no_tuple_is_refused(data, monkeypatch):
-    monkeypatch.setattr(sys.modules["kinded"].Model, "inputs", "kind")
-    message = r"whose Model has inputs 'kind'; it must be a tuple of names"
-    with pytest.raises(ValueError, match=message):
-        load_model(config(str(data)).model)
+    flat_tokens.add_input(str(tmp_path / "d"), "validation", "kind", values[::-1, 0])
+    other = losses(tmp_path / "d", tmp_path / "other")
+    assert (np.abs(np.array(found) - other) > 1e-4).tolist() == [False] * 2 + [True]
