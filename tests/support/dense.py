@@ -51,31 +51,24 @@ def logits(
     *,
     activation=jax.nn.silu,
     norm=rms,
-    rope=lambda layer: True,
     sees=lambda layer, i, j, position: i >= j,
     score=lambda layer, scores, i, j: scores,
     sinks: bool = False,
     gain: bool = False,
     second=None,
-    stream: list | None = None,
     values=lambda v, first: v,
-    qkv=None,
     around=lambda of, before, after: after,
 ):
     """f32[B, L, V].
 
     Args:
         tokens: as from tokens_of.
-        rope: layer -> whether it has RoPE.
         sees: (layer, index i of a query, j of a key, position[B, L]) -> whether it does, within a
             document: [B, L, S].
         score: (layer, scores[B, heads, L, S], i, j) -> what the softmax takes.
         sinks, gain: whether the layers have such weights.
         second: ids of the second input, [B, L], of the tokens that are read.
-        stream: gets the mean square of what each layer gives.
         values: (v of a layer, v of the first layer) -> what is attended to.
-        qkv: (weights of a layer, h, position) -> queries, keys and values as they attend; None:
-            those of the Llama.
         around: (weights of a layer, what it is given, what it gives) -> what it gives instead.
     """
     ids, position, document = tokens
@@ -84,14 +77,10 @@ def logits(
     for layer in range(c.layers):
         of = jax.tree.map(lambda x, layer=layer: x[layer], w.layers)
         before, h = x, norm(x, c.norm_epsilon) * of.attention_norm
-        if qkv is not None:
-            q, k, v = qkv(of, h, position)
-        else:
-            q, k, v = (jnp.einsum("blm,m...d->bl...d", h, x) for x in (of.w_q, of.w_k, of.w_v))
+        q, k, v = (jnp.einsum("blm,m...d->bl...d", h, x) for x in (of.w_q, of.w_k, of.w_v))
         first = v if layer == 0 else first
         v = values(v, first)
-        if qkv is None and rope(layer):
-            q, k = rotated(q, position, c.rope_base), rotated(k, position, c.rope_base)
+        q, k = rotated(q, position, c.rope_base), rotated(k, position, c.rope_base)
         scores = jnp.einsum("blkqd,bskd->bkqls", q, k) / np.sqrt(c.d_head)
         heads = scores.reshape(scores.shape[0], -1, *scores.shape[3:])
         seen = (document[:, :, None] == document[:, None, :]) & sees(layer, i, j, position)
@@ -107,16 +96,13 @@ def logits(
         h = norm(x, c.norm_epsilon) * of.mlp_norm
         out = (activation(h @ of.w_gate) * (h @ of.w_up)) @ of.w_down
         x = around(of, before, x + (of.gain * out if gain else out))
-        if stream is not None:
-            stream.append(jnp.mean(x**2))
     return (norm(x, c.norm_epsilon) * w.final_norm) @ (
         w.embed if w.unembed is None else w.unembed
     ).T
 
 
-def cross_entropy(logits, batch: TokenBatch, smoothing: float = 0.0):
+def cross_entropy(logits, batch: TokenBatch):
     """Mean over the targets that the mask selects, in nats."""
     logs = jax.nn.log_softmax(logits)
     at_target = jnp.take_along_axis(logs, batch.targets[..., None].astype(np.int32), -1)[..., 0]
-    losses = -(1 - smoothing) * at_target - smoothing * logs.mean(-1)
-    return jnp.sum(losses * batch.loss_mask) / np.sum(batch.loss_mask)
+    return -jnp.sum(at_target * batch.loss_mask) / np.sum(batch.loss_mask)

@@ -2,11 +2,9 @@
 computes the same.
 """
 
-import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import train
@@ -15,9 +13,8 @@ from shardlib.shardtypes import Array, f32, pytree_dataclass
 from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
 from shardwright.modeling.settings import ModelConfig
 from shardwright.modeling.weights import bias
-from tests.support import tiny
 
-WINDOW, PREFIX, CAP = 4, 3, 1.5
+WINDOW, PREFIX = 4, 3
 MASKS = (causal, same_document)
 SIZES = ModelConfig(vocab=32, d_model=16, layers=4, n_kv=4, n_q_per_kv=2, d_head=4, d_ff=16)
 HEADS = SIZES.heads
@@ -26,10 +23,6 @@ HEADS = SIZES.heads
 def alibi(scores, q, k, heads):
     """A slope for each head, 2^(-8(h+1)/HEADS) (arXiv 2108.12409)."""
     return scores - 2.0 ** (-8 * (heads + 1) / HEADS) * (q.index - k.index)
-
-
-def capped(scores, q, k, heads):
-    return CAP * jnp.tanh(scores / CAP)
 
 
 def prefix(q, k):
@@ -50,18 +43,6 @@ class Ruled(train.Llama):
             return attention(q, k, v, self.rules[tokens.index_in_period])
 
         return super().layer(x, w, tokens, of_turn)
-
-
-class NoPositions(train.Llama):
-    """Every second layer without RoPE; in SmolLM3 and Llama 4 it is every fourth."""
-
-    period = 2
-
-    def layer(self, x, w, tokens, attention):
-        if tokens.index_in_period == 1:
-            cos, sin = tokens.shared
-            tokens = dataclasses.replace(tokens, shared=(jnp.ones_like(cos), jnp.zeros_like(sin)))
-        return super().layer(x, w, tokens, attention)
 
 
 @pytree_dataclass
@@ -101,9 +82,7 @@ def of(name: str, **fields) -> type:
 
 
 KINDS = {
-    "window": of("OfWindow", mask=AttentionMask((*MASKS, Window(WINDOW)))),
     "alibi": of("OfAlibi", mask=AttentionMask(score_mod=alibi)),
-    "soft-cap": of("OfSoftCap", mask=AttentionMask(score_mod=capped)),
     "alternating": of(
         "Alternating",
         period=2,
@@ -111,7 +90,6 @@ KINDS = {
     ),
     "sinks": Sinks,
     "prefix": of("OfPrefix", mask=AttentionMask((prefix, same_document), causal=False)),
-    "no positions": NoPositions,
 }
 
 
@@ -129,31 +107,9 @@ def host_weights(name: str):
     return jax.tree.map(value, table)
 
 
-def placed_weights(name: str):
-    """The same on the mesh in force."""
-    return tiny.place(host_weights(name), KINDS[name].Weights)
-
-
-def in_window(i, j):
-    return (i >= j) & (i - j < WINDOW)
-
-
 slopes = 2.0 ** (-8 * (np.arange(HEADS)[:, None, None] + 1) / HEADS)
 
 
-def in_prefix(position):
-    return (position[:, :, None] < PREFIX) & (position[:, None, :] < PREFIX)
-
-
 DENSE = {  # kind: the arguments of dense.logits for it
-    "window": {"sees": lambda layer, i, j, position: in_window(i, j)},
     "alibi": {"score": lambda layer, scores, i, j: scores - slopes * (i - j)},
-    "soft-cap": {"score": lambda layer, scores, i, j: CAP * jnp.tanh(scores / CAP)},
-    "alternating": {
-        "sees": lambda layer, i, j, position: (i >= j) if layer % 2 else in_window(i, j),
-        "score": lambda layer, scores, i, j: scores * (0.3 * SIZES.d_head**0.5 if layer % 2 else 1),
-    },
-    "sinks": {"sinks": True},
-    "prefix": {"sees": lambda layer, i, j, position: (i >= j) | in_prefix(position)},
-    "no positions": {"rope": lambda layer: layer % 2 == 0},
 }

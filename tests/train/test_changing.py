@@ -1,4 +1,4 @@
-"""docs/recipes: each model and loss against a dense computation or torch, on a sharded mesh, and
+"""docs/recipes: models and losses against a dense computation or optax, on a sharded mesh, and
 the other parts of changing.md.
 """
 
@@ -14,23 +14,19 @@ import optax
 import pytest
 import yaml
 import zarr
-from jax.sharding import AbstractMesh, AxisType
 
 import train
 from shardlib.layers import LayerMetrics
 from shardlib.shardtypes import Of, f32, i32
-from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.optimizers.config import GroupConfig
 from shardwright.optimizers.rates import updates_of
 from shardwright.program.checkpoint import Checkpointer, named_leaves
 from shardwright.program.config import PipelineConfig
 from shardwright.program.resume import fresh_state
-from shardwright.sampling.sampler import Sampler, Sampling
 from tests.support import dense, tiny
 from tests.support.huggingface_models import export, read, to_run
 from tests.support.recipes import ROOT
-from tests.support.redrawn import redrawn
 
 SHARDED, STAGES = "d=2 c=2 t=2", "p=2 d=2 t=2"
 BATCH = tiny.host_batch()
@@ -92,25 +88,14 @@ WITH_KIND = dataclasses.replace(BATCH, inputs=KIND[..., None])
 KIND_READ = np.where(BATCH.is_seq_start, 0, np.pad(KIND[:, :-1], ((0, 0), (1, 0))))
 
 
-def alibi(layer, scores, i, j):
-    return scores - (2.0 ** (-(np.arange(16) + 1) / 2))[:, None, None] * (i - j)
-
-
 def layer_norm(x, epsilon):
     return dense.rms(x - x.mean(-1, keepdims=True), epsilon)
 
 
-def in_window(i, j):
-    return (i >= j) & (i - j < 5)
-
-
 DENSE = {  # recipe: how dense.logits is told of it, and the mesh
-    "gelu": ({"activation": jax.nn.gelu}, SHARDED),
     "layernorm": ({"norm": layer_norm}, SHARDED),
-    "alibi": ({"rope": lambda layer: False, "score": alibi}, SHARDED),
-    "sliding_window": ({"sees": lambda layer, i, j, position: in_window(i, j)}, SHARDED),
     "alternating_windows": (
-        {"sees": lambda layer, i, j, position: (i >= j) if layer % 2 else in_window(i, j)},
+        {"sees": lambda layer, i, j, position: (i >= j) & (layer % 2 or i - j < 5)},
         STAGES,
     ),
     "mlp_gain": ({"gain": True}, SHARDED),
@@ -127,25 +112,10 @@ def test_a_model_is_the_dense_one(recipe):
     c = config(recipe, layers=4 if recipe == "alternating_windows" else 2)
     w, loss, g, _ = computed(c, mesh, WITH_KIND if recipe == "second_input" else BATCH)
 
-    def expected(w, how=how):
+    def expected(w):
         return dense.cross_entropy(dense.logits(w, TOKENS, c.model, **how), BATCH)
 
     assert_is(expected, w, loss, g)
-    assert abs(expected(w, {}) - loss) > 1e-4, "the change is felt"
-
-
-@pytest.mark.long
-def test_a_loss_and_a_metric_from_a_layer():
-    c = config("layer_loss", microbatches=4)
-    w, loss, g, layers = computed(c, "d=2 t=2")
-
-    def expected(w, stream):
-        plain = dense.cross_entropy(dense.logits(w, TOKENS, c.model, stream=stream), BATCH)
-        return plain + 0.01 * sum(stream)
-
-    assert_is(lambda w: expected(w, []), w, loss, g)
-    expected(w, stream := [])
-    np.testing.assert_allclose(layers.by_name()["stream"], stream, rtol=1e-4)
 
 
 @pytest.mark.long
@@ -175,23 +145,9 @@ def test_mixture_of_depths():
 
 
 @pytest.mark.long
-def test_a_step_is_proved_and_a_text_sampled():
-    c, settings = config("mixture_of_depths"), Sampling(max_tokens=8, temperature=0.0)
-    mesh = AbstractMesh((2, 2, 2), ("d", "c", "t"), axis_types=(AxisType.Explicit,) * 3)
-    with jax.sharding.use_abstract_mesh(mesh):
-        assert find_unsound(tiny.step(c)) == []
-    with jax.set_mesh(tiny.mesh("one device")):
-        w = tiny.state(c).weights
-        sampler, prompts = Sampler(tiny.step(c), settings, 16), [[5, 9, 2], [7]]
-        texts = sampler.generate(w, prompts)
-        assert redrawn(sampler.forward, w, prompts, texts, settings, 16) == texts
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("mesh", "chunk"), [(SHARDED, None), (STAGES, 4)])
-def test_multi_token_prediction_is_the_dense_one(mesh, chunk):
-    c = config("multi_token_prediction", layers=2 if mesh == STAGES else 3, loss_chunk=chunk)
-    w, loss, g, _ = computed(c, mesh)
+def test_multi_token_prediction_is_the_dense_one():
+    c = config("multi_token_prediction", loss_chunk=4)
+    w, loss, g, _ = computed(c, STAGES)
     *others, last = range(c.model.layers)
     mask, count = BATCH.loss_mask[:, 1:] & ~BATCH.is_seq_start[:, 1:], BATCH.loss_mask.sum()
 
@@ -212,31 +168,25 @@ def test_multi_token_prediction_is_the_dense_one(mesh, chunk):
 
 
 @pytest.mark.long
-def test_label_smoothing_is_torchs():
-    torch = pytest.importorskip("torch", reason="on Python 3.11 only")
+def test_label_smoothing_is_optaxs():
     c = config(loss="label_smoothing:loss")
     w, loss, g, _ = computed(c, STAGES)
-    flat = torch.tensor(np.asarray(dense.logits(w, TOKENS, c.model))).flatten(0, 1)
-    targets = torch.tensor(BATCH.targets.astype(np.int64).flatten())
-    smoothed = torch.nn.functional.cross_entropy(
-        flat, targets, reduction="none", label_smoothing=0.1
-    )
-    np.testing.assert_allclose(loss, smoothed[BATCH.loss_mask.flatten()].mean(), rtol=1e-5)
+    smoothed = optax.smooth_labels(jax.nn.one_hot(BATCH.targets, c.model.vocab), 0.1)
 
     def expected(w):
-        return dense.cross_entropy(dense.logits(w, TOKENS, c.model), BATCH, smoothing=0.1)
+        losses = optax.softmax_cross_entropy(dense.logits(w, TOKENS, c.model), smoothed)
+        return jnp.sum(losses * BATCH.loss_mask) / BATCH.loss_mask.sum()
 
     assert_is(expected, w, loss, g)
 
 
-def pair_sums(logits, mean=False):
-    """Sum, or mean, of the log-probabilities of the targets of each sequence, as [(chosen,
-    rejected), pairs].
+def pair_sums(logits):
+    """Sums of the log-probabilities of the targets of each sequence, as [(chosen, rejected),
+    pairs].
     """
     log_p = jax.nn.log_softmax(logits)
     at_target = jnp.take_along_axis(log_p, BATCH.targets[..., None].astype(np.int32), -1)[..., 0]
-    sums = (at_target * BATCH.loss_mask).sum(1) / (BATCH.loss_mask.sum(1) if mean else 1)
-    return sums.reshape(-1, 2).T
+    return (at_target * BATCH.loss_mask).sum(1).reshape(-1, 2).T
 
 
 REFERENCE = np.random.default_rng(1).normal(size=(*BATCH.targets.shape, 64)).astype(np.float32)
@@ -248,21 +198,15 @@ def dpo(logits):
     return jnp.mean(jnp.log1p(jnp.exp(-0.1 * (chosen - rejected))))
 
 
-def simpo(logits):
-    chosen, rejected = pair_sums(logits, mean=True)
-    return jnp.mean(jnp.log1p(jnp.exp(1.0 - 2.0 * (chosen - rejected))))
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("of_pairs", "mesh"), [(dpo, "d=2 t=2"), (simpo, STAGES)])
-def test_losses_of_pairs(of_pairs, mesh):
+def test_a_loss_of_pairs():
     """The reference's log-probabilities are an input of the dataset."""
-    c = config(loss=f"preferences:{of_pairs.__name__}", microbatches=2)
+    c = config(loss="preferences:dpo", microbatches=2)
     log_p = np.asarray(jax.nn.log_softmax(REFERENCE))
     log_p = np.take_along_axis(log_p, BATCH.targets[..., None].astype(np.int32), -1)
     batch = dataclasses.replace(BATCH, loss_inputs=log_p.view(np.uint32))
-    w, loss, g, _ = computed(c, mesh, batch)
-    assert_is(lambda w: of_pairs(dense.logits(w, TOKENS, c.model)), w, loss, g)
+    w, loss, g, _ = computed(c, STAGES, batch)
+    assert_is(lambda w: dpo(dense.logits(w, TOKENS, c.model)), w, loss, g)
     c.training.loss_chunk = 4
     with pytest.raises(ValueError, match="whole sequences"):
         computed(c, "one device", batch)
@@ -309,10 +253,11 @@ def test_lion_is_optaxs():
 
 
 @pytest.mark.long
-def test_a_metric_computed_on_the_host(tmp_path):
+def test_a_metric_computed_on_the_host(tmp_path, monkeypatch):
     """It is that of the weights in the checkpoint, by another formula: ‖W‖² over the largest
     eigenvalue of WᵀW.
     """
+    monkeypatch.setattr(train.Run, "check", lambda self: None)  # no proof, which takes longest
     c = config(layers=1, eval_interval=1, eval_batches=0, checkpoint_interval=1)
     c.data.filespec, c.training.steps, c.model.vocab = str(ROOT / "synthetic_dataset.zarr"), 2, 1280
     c.training.listeners = ["stable_rank:StableRank"]
