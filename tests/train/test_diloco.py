@@ -12,7 +12,6 @@ import pytest
 
 from shardlib.equations import COLLECTIVES, axes_of
 from shardlib.interpret import equations_in
-from shardlib.parsing import ShardError
 from shardwright.inspect.soundness import examine
 from shardwright.modeling.model import load_model
 from shardwright.program.config import PipelineConfig
@@ -26,10 +25,9 @@ REPLICAS = 2
 
 
 @contextlib.contextmanager
-def diloco(edit=("", "")):
-    """The module of the recipe after an edit, with an outer step after every second one."""
-    assert edit[0] in SOURCE
-    with module_of(SOURCE.replace(*edit), "diloco") as module:
+def diloco():
+    """The module of the recipe, with an outer step after every second one."""
+    with module_of(SOURCE, "diloco") as module:
         module.INNER_STEPS = 2
         yield module
 
@@ -58,7 +56,6 @@ def trained(mesh: str) -> list:
     return found
 
 
-@functools.cache
 def by_hand():
     """The weights after the outer steps, those of each replica before them, and all losses: one
     device trains after the other.
@@ -103,9 +100,8 @@ def assert_close(ours, theirs):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["r=2 d=2 t=2", "r=2 p=2 d=2", "one device"])
-def test_replicas_train_by_themselves_and_meet(mesh):
-    found, (weights, own, losses) = trained(mesh), by_hand()
+def test_replicas_train_by_themselves_and_meet():
+    found, (weights, own, losses) = trained("r=2 p=2 d=2"), by_hand()
     np.testing.assert_allclose([metrics.loss for _, metrics in found], losses, rtol=1e-5)
     for i in range(2):
         state, _ = found[2 * i + 1]
@@ -127,48 +123,11 @@ def traced(module, mesh: str, **training):
         return trace_step(c, load_model(c.model), on, spec=module.SPEC)
 
 
-def findings(edit=("", ""), mesh: str = "r=2 d=2", **training) -> str:
-    """What types or the check say of the recipe after an edit."""
-    with diloco(edit) as module:
-        try:
-            found, undecided, *_ = examine(traced(module, mesh, **training))
-        except ShardError as error:
-            return str(error)
-        return "\n".join(map(str, (*found, *undecided)))
-
-
 @pytest.mark.long
 def test_it_is_right():
-    assert findings(mesh="r=2 p=2 d=2", eval_average="ema") == ""
-
-
-GRADIENT = '        g = checkpoint_name(g, "gradient")'
-WRONG = {
-    "gradients are summed over replicas": (
-        (GRADIENT, f'        g = jax.tree.map(lambda x: lax.psum(x, "r"), g)\n{GRADIENT}'),
-        "psum: one device runs another program, in which this line does something else",
-    ),
-    "the mean divides by the devices": (
-        ("total) / REPLICAS", 'total) / shardops.axis_size("r")'),
-        "div: a number that depends on the mesh: 2.0 here, 1.0 on one device",
-    ),
-    "a replica is not alone": (
-        ('with shardops.alone("r")', "if True"),
-        "the value differs between devices of r",
-    ),
-    "each replica decides when to meet": (
-        ("step % INNER_STEPS == INNER_STEPS - 1,", "metrics.loss[0] > 1,"),
-        "not all devices of r reach it: cond at ",
-    ),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_edit_is_refused(name):
-    edit, problem = WRONG[name]
-    found = findings(edit)
-    assert problem in found, found
+    with diloco() as module:
+        found, undecided, *_ = examine(traced(module, "r=2 p=2 d=2", eval_average="ema"))
+    assert (found, undecided) == ([], [])
 
 
 def test_between_outer_steps_only_metrics_cross_r():
