@@ -1,20 +1,19 @@
-"""Each configuration composes, and its name tells the truth."""
+"""Each configuration composes, its name tells the truth, and it traces on meshes of thousands of
+devices, which need not exist.
+"""
 
-import copy
-import dataclasses
 import functools
+import math
 import re
 
 import jax
 import pytest
 import yaml
 
-from shardwright.data.loader import DataConfig, StreamConfig
 from shardwright.modeling.model import load_model, module_of
 from shardwright.modeling.weights import shapes_of
-from shardwright.program.differences import config_differences
-from shardwright.program.saved_config import fixed_settings, with_defaults
-from tests.support import tiny
+from shardwright.program.config import Config, check_divides
+from shardwright.program.step import open_steps
 from tests.support.shipped import CONFIGS, RUNS, load
 
 SIZES = {"84m": 101e6, "270m": 336e6, "540m": 671e6, "1b": 1074e6, "2b": 2147e6, "7b": 7248e6}
@@ -23,7 +22,11 @@ PARAMETERS = {name: pytest.approx(size, rel=5e-3) for name, size in SIZES.items(
 PARAMETERS["124m"] = 124_439_808 + 47 * 768
 PARAMETERS |= {"olmoe": 6_919_161_856, "qwen30b": 30_532_122_624}  # as transformers counts
 
-pytestmark = pytest.mark.quick
+CHECKED = {
+    "flat_tokens_c4_a100x8_2b": [{"r": 32, "d": 8, "t": 8}, {"p": 4, "r": 8, "d": 8, "t": 8}],
+    "c4_h100x64_olmoe": [{"r": 1, "d": 256, "t": 8}],
+    "local_gpt2": [{"r": 2048, "d": 1, "t": 1}],
+}
 
 
 def settings_of(group: str) -> dict:
@@ -33,6 +36,7 @@ def settings_of(group: str) -> dict:
     return functools.reduce(dict.__or__, [*defaults, given])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("size", PARAMETERS)
 def test_a_model_has_the_parameters_that_its_name_says(size):
     """Of the runs whose names end so."""
@@ -44,29 +48,27 @@ def test_a_model_has_the_parameters_that_its_name_says(size):
     assert sum(x.size for x in jax.tree.leaves(shapes_of(model.table))) == PARAMETERS[size]
 
 
-@pytest.mark.parametrize(
-    ("name", "hosts", "is_gpu", "is_deterministic"),
-    [("c4_h100x64_7b", 8, True, False), ("flat_tokens_c4_a100x8_84m", None, False, True)],
-)
-def test_hardware_and_hosts_are_one_setting(name, hosts, is_gpu, is_deterministic):
-    """A run is fast unless it is to be deterministic."""
-    given = [] if is_gpu else ["hardware=cpu"]
-    c = load(name, *given, f"hardware.deterministic={str(is_deterministic).lower()}")
-    assert (c.distributed.auto, c.distributed.count) == (hosts is not None, hosts)
-    options = c.hardware.options
-    assert ("xla_gpu_reduce_scatter_combine_threshold_bytes" in options) == is_gpu
-    assert options.get("xla_gpu_exclude_nondeterministic_ops", False) == is_deterministic
+def load_for(name: str, mesh: dict[str, int]) -> Config:
+    """The configuration with the smallest batch that this mesh divides."""
+    c = load(name)
+    c.training.microbatches = math.lcm(c.training.microbatches, mesh.get("p", 1))
+    c.training.batch_size = math.prod(mesh.get(axis, 1) for axis in "rde") * c.training.microbatches
+    return c
 
 
-def test_a_checkpoint_made_before_a_setting_existed_is_as_if_it_had_the_default():
-    c = tiny.config()
-    c.data = DataConfig(stream=StreamConfig())
-    current = dataclasses.asdict(c)
-    saved = copy.deepcopy(current)
-    del saved["model"]["norm_epsilon"], saved["optimizer"]["z_loss"]
-    del saved["data"]["stream"]["text_separator"]
-    fixed = fixed_settings(saved, current)
-    assert config_differences(with_defaults(saved), current, fixed) == []
-    current["optimizer"]["z_loss"] = 0.5
-    lines = config_differences(with_defaults(saved), current, fixed)
-    assert lines == ["optimizer.z_loss: checkpoint has 0.0, this run has 0.5"]
+@pytest.mark.long
+def test_configurations_compose():
+    """Of those for GPUs, the others differ in the size of the model alone."""
+    names = [name for name in RUNS if "_c4_a100" not in name or name.endswith("_84m")]
+    assert all(load(name).training.steps > 0 for name in names)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CHECKED)
+def test_steps_type_check(name):
+    for mesh in CHECKED[name]:
+        c = load_for(name, mesh)
+        check_divides(c, mesh)
+        (step, *_) = open_steps(c, mesh)
+        for kind in ("training", "evaluation"):
+            assert step.other(name=kind).traced

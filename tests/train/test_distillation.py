@@ -17,7 +17,6 @@ from shardwright.data import flat_tokens
 from shardwright.data.loader import DataConfig, make_loader
 from shardwright.optimizers.rates import inputs_of_loss
 from shardwright.program.checkpoint import Checkpointer
-from shardwright.program.config import PipelineConfig
 from tests.support import dense, recipes, tiny
 
 assert recipes.RECIPES  # importing it makes the programs of docs/recipes importable
@@ -82,9 +81,7 @@ def loader(c):
 @pytest.mark.long
 @pytest.mark.parametrize("by_document", [False, True])
 def test_what_is_written_is_of_the_dense_teacher(teacher, tmp_path, by_document):
-    """In sequences of fixed length, whose last is not whole, and of documents, unless one is
-    longer.
-    """
+    """In sequences of fixed length, whose last is not whole, and of documents."""
     lengths = [min(n, tiny.LENGTH) for n in LENGTHS] if by_document else LENGTHS
     data = written(tmp_path / "data", lengths)
     names = ["reference_log_p"]
@@ -100,32 +97,18 @@ def test_what_is_written_is_of_the_dense_teacher(teacher, tmp_path, by_document)
     expected = np.take_along_axis(expected, batch.targets[..., None].astype(int), -1)
     found = batch.loss_inputs.view(np.float32)
     np.testing.assert_allclose(found[batch.loss_mask], expected[batch.loss_mask], rtol=1e-4)
-    with pytest.raises(ValueError, match="input_reference_log_p exists already"):
-        log_p.add_inputs(names, log_p.log_p, teacher[0], data, by_document, **OF_RUNS)
-    long = written(tmp_path / "long", [tiny.LENGTH + 1, *[9] * 8])
-    with pytest.raises(ValueError, match=f"longer than the {tiny.LENGTH} tokens of a sequence"):
-        log_p.add_inputs(names, log_p.log_p, teacher[0], long, by_document=True, **OF_RUNS)
-    assert not (Path(long) / "train/input_reference_log_p").exists()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("mesh", "training"),
-    [
-        ("d=2 c=2 t=2", {"microbatches": 2, "loss_chunk": 8}),
-        ("p=2 d=2 t=2", {"microbatches": 2}),
-    ],
-)
-def test_loss_and_gradients_are_the_dense_ones(teacher, data, mesh, training):
-    c = config(data, **training)
-    c.pipeline = PipelineConfig(schedule="1f1b") if mesh.startswith("p") else c.pipeline
+def test_loss_and_gradients_are_the_dense_ones(teacher, data):
+    c = config(data, microbatches=2, loss_chunk=8)
     host = loader(c).sequences(0, np.arange(tiny.BATCH))
     tokens = dense.tokens_of(host)
 
     def per_device(w: train.Transformer, batch: train.Batch) -> tuple[f32[""], train.Transformer]:
         return tiny.loss_and_gradients(w, batch, c)
 
-    with jax.set_mesh(tiny.mesh(mesh)):
+    with jax.set_mesh(tiny.mesh("d=2 c=2 t=2")):
         w = tiny.weights(c.model)
         found = jax.tree.map(np.asarray, tiny.per_device(per_device)(w, loader(c).load(0)))
         w = jax.tree.map(np.asarray, w)

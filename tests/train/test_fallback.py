@@ -38,23 +38,6 @@ def checkpoints(tmp_path):
     return checkpoints
 
 
-@pytest.mark.parametrize(
-    ("step", "damaged", "message"),
-    [
-        (
-            None,
-            (15, 10, 5),
-            r"^no intact checkpoint in .*step 15: sp.*; step 10: sp.*; step 5: .*$",
-        ),
-        (10, (10,), r"no intact checkpoint .* step 10: spoiled"),
-        (7, (), r"no complete checkpoint of step 7 in .*; it has \[5, 10, 15\]"),
-    ],
-)
-def test_a_step_that_cannot_be_chosen(checkpoints, step, damaged, message):
-    with pytest.raises(ValueError, match=message):
-        choose_checkpoint(checkpoints, step, dict.fromkeys(damaged, "spoiled."))
-
-
 def test_the_same_command_goes_on_with_the_run_that_went_back(checkpoints):
     """Unless other batches are left out that it has not reached; also when the step is deleted by
     then.
@@ -77,9 +60,7 @@ def test_the_same_command_goes_on_with_the_run_that_went_back(checkpoints):
     ("setting", "value", "refused"),
     [
         ("model.d_ff", 96, True),
-        ("optimizer.warmup_steps", 7, True),
         ("data.shuffle", False, True),
-        ("training.seed", 5, True),
         ("mesh.d", 4, False),
         ("training.steps", 99, False),
     ],
@@ -151,14 +132,3 @@ def test_checkpoints_at_a_url(tmp_path, monkeypatch, exact):
     found, step = find_checkpoint(f"{url}/run")
     assert (found.store.url, found.steps(), step) == (f"{url}/run/checkpoints", [2, 4, 6], 6)
     run(tmp_path / "next", 2, init_from=f"{url}/run/checkpoints/0000000004")
-    message = r"no complete .* If the run set paths.checkpoints, look there"
-    with pytest.raises(ValueError, match=message):
-        find_checkpoint(directory)
-    # The place is forgotten, or given to a run that had none: no run begins again over the steps
-    # that were done.
-    for name, saved, given in (("run", url, None), ("local", "null", url)):
-        message = f"Give paths.checkpoints={saved} paths.model_name={name}, or"
-        done = losses(tmp_path / name)
-        with pytest.raises(ValueError, match=re.escape(message)):
-            run(tmp_path / name, 6, given)
-        assert losses(tmp_path / name) == done

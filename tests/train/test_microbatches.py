@@ -19,11 +19,9 @@ from shardlib.placement import LayerPlacement
 from shardlib.schedules import in_a_ring, schedule_of
 from shardlib.shardtypes import Array, f64, pytree_dataclass, typed_shard_map
 from shardlib.tick_tables import tick_table
-from shardwright.data.loader import DataConfig, FlatTokensLoader, batch_shapes
+from shardwright.data.loader import DataConfig, FlatTokensLoader
 from tests.support import tiny
 from tests.support.step_text import collectives, compile_step
-
-MESH = "r=2 d=2 t=2"
 
 
 @pytree_dataclass
@@ -131,57 +129,20 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, schedule, monkeypa
     )
 
 
-def test_a_batch_of_another_number_of_microbatches_than_the_schedule_is_for_is_refused():
-    c = tiny.config(tiny.model(layers=2), microbatches=2)
-    message = r"the batch has 4 microbatches, but the schedule is for 2"
-    with jax.set_mesh(tiny.mesh("p=2")):
-        batch = batch_shapes(tiny.BATCH, tiny.LENGTH, 4)
-        state = jax.eval_shape(lambda: tiny.state(c))
-        with pytest.raises(ValueError, match=message):
-            tiny.training_step(c).trace(state, batch, np.int32(0))
-        with pytest.raises(ValueError, match=message):
-            tiny.evaluation_step(c).trace(state.weights, batch)
+@pytest.mark.long
+def test_weights_are_gathered_once_a_step():
+    """Only t's collectives, for the activations, are left in the loops.
 
-
-WEIGHTS = len(jax.tree.leaves(train.Llama(tiny.model()).table))
-COLLECTIVES = {
-    # Attention and the MLP each gather the positions and scatter their output; backward does the
-    # layer's gathers again, and each collective transposed. Outside the head gathers the positions,
-    # and the embedding scatters its output; three sums are in cross_entropy, and the loss, the
-    # number of targets and the norm are sums.
-    "one": {
-        "forward": {"all-gather": 9 + 2, "reduce-scatter": 2},
-        "backward": {"all-gather": 9 + 2 + 2, "reduce-scatter": 9 + 2, "all-reduce": 9},
-        "outside": {
-            "all-gather": 4 + 1,
-            "reduce-scatter": 1 + 4,
-            "all-reduce": 3 + 3 + WEIGHTS - 9,
-        },
-    },
-    # Only t's, for the activations, are left in the loops. In a microbatch: the embeddings'
-    # scatter, the last norm's gather, each with its transpose; of the loss, one maximum and three
-    # sums. Outside: each weight's gather and scatter over d, its gradient's sum over r; the
-    # targets' count and the norm.
-    "step": {
+    In a microbatch: the embeddings' scatter, the last norm's gather, each with its transpose; of
+    the loss, one maximum and three sums. Outside: each weight's gather and scatter over d, its
+    gradient's sum over r; the targets' count and the norm.
+    """
+    weights = len(jax.tree.leaves(train.Llama(tiny.model()).table))
+    expected = {
         "forward": {"all-gather": 2, "reduce-scatter": 2},
         "backward": {"all-gather": 4, "reduce-scatter": 2},
         "microbatches": {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 4},
-        "outside": {"all-gather": WEIGHTS, "reduce-scatter": WEIGHTS, "all-reduce": WEIGHTS + 2},
-    },
-    # Gradients are scattered in each microbatch, but summed over r once a step; and XLA takes the
-    # three gathers outside of layers out of the loop.
-    "layer": {
-        "forward": {"all-gather": 11, "reduce-scatter": 2},
-        "backward": {"all-gather": 13, "reduce-scatter": 11},
-        "outside": {"all-reduce": WEIGHTS + 2, "all-gather": 3},
-    },
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("gather", COLLECTIVES)
-def test_what_is_communicated(gather):
-    how = {"microbatches": 1} if gather == "one" else {"microbatches": 2, "gather_weights": gather}
-    found = collectives(compile_step(MESH, **how).as_text())
-    assert {part: found[part] for part in COLLECTIVES[gather]} == COLLECTIVES[gather]
-    assert found["microbatches"]["all-reduce"] == (4 if gather in ("step", "layer") else 0)
+        "outside": {"all-gather": weights, "reduce-scatter": weights, "all-reduce": weights + 2},
+    }
+    text = compile_step("r=2 d=2 t=2", microbatches=2, gather_weights="step").as_text()
+    assert {part: collectives(text)[part] for part in expected} == expected

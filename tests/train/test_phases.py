@@ -5,7 +5,6 @@ What batches and losses a run has then, however it is resumed, is in tests/run/t
 
 import dataclasses
 import shutil
-from fractions import Fraction
 
 import jax
 import numpy as np
@@ -65,12 +64,6 @@ def test_tokens_before_a_step_and_steps_of_tokens(data):
     assert {tokens: steps_of(c, tokens) for tokens in steps} == steps
 
 
-def test_epochs_before_a_batch_count_those_of_other_sizes(data):
-    grows = [{"step": step, "training.batch_size": 8 * step} for step in (2, 4)]
-    sequences = 2 * 8 + 2 * 16 + 4 * 32
-    assert loader_at(config(data, grows), 8).epochs_before(8) == Fraction(sequences, 250)
-
-
 def test_the_sources_of_a_mixture_go_on_and_new_data_begins(tmp_path):
     """Each source comes in its order, without a gap: also what was the only dataset, and one that
     is added.
@@ -96,22 +89,6 @@ def test_the_sources_of_a_mixture_go_on_and_new_data_begins(tmp_path):
     assert of_b[32:].sum() > 0.6 * len(of_b[32:])
 
 
-def test_two_sources_of_one_dataset_go_on_each_from_its_own_place(tmp_path):
-    source = dataclasses.asdict(SourceConfig(written(tmp_path / "a", 3200)))
-    mixture = {"a": source | {"weight": 3.0}, "b": source}
-    changes = [
-        {"step": 1, "data.filespec": None, "data.mixture": mixture},
-        {"step": 4, "training.batch_size": 24},
-    ]
-    c = config(source["filespec"], changes, shuffle=False)
-    read = {"a": [], "b": []}
-    for step, size in ((1, 8), (2, 8), (3, 8), (4, 24)):
-        for name, _, numbers in loader_at(c, step).locate(step, np.arange(size)):
-            read[name] += [*numbers]
-    for numbers in read.values():
-        assert np.diff(numbers).tolist() == [1] * (len(numbers) - 1)
-
-
 def test_batches_that_are_left_out_move_no_earlier_one(data):
     c, skips = config(data, shuffle=False), config(data, shuffle=False, skip_steps=[4])
 
@@ -120,7 +97,6 @@ def test_batches_that_are_left_out_move_no_earlier_one(data):
 
     np.testing.assert_array_equal(numbers(skips, 3, 3), numbers(c, 3, 3))
     np.testing.assert_array_equal(numbers(skips, 5, 4), numbers(c, 5, 5))
-    assert loader_at(skips, 6).state(6).keys() == {"before", "first", "dataset"}
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -129,27 +105,14 @@ def test_batches_that_are_left_out_move_no_earlier_one(data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"step": 3, "training.seq_lne": 32},
-            "has training.seq_lne, which may not change .* Did you mean training.seq_len",
-        ),
         ({"step": 3, "model.layers": 2}, "has model.layers, which may not change during a run"),
-        ({"step": 3, "optimizer.algorithm": "muon"}, "has optimizer.algorithm, which may not"),
         ({"step": 2}, r"changes\[1\].step is 2; it must be a whole number above 2"),
-        ({"training.seq_len": 32}, r"changes\[1\].step is None"),
-        ({"step": 3, "training.seq_len": "long"}, "after step 3: training.seq_len is long; it"),
         ({"step": 3, "training.seq_len": 0}, "after step 3: training.seq_len is 0; it must be at"),
-        (
-            {"step": 3, "data.mixture.web.weight": 2},
-            "after step 3: no value for data.mixture.web.filespec; give",
-        ),
-        ({"step": 3, "optimizer.schedule": "wsd"}, "after step 3: optimizer.schedule is wsd and"),
     ],
 )
-def test_a_wrong_entry_gets_one_line(data, change, message):
-    with pytest.raises(ValueError, match=message) as refused:
+def test_a_wrong_entry_is_refused(data, change, message):
+    with pytest.raises(ValueError, match=message):
         check_config(config(data, [{"step": 2}, change]))
-    assert "\n" not in str(refused.value)
 
 
 MIXTURE = {"a": SourceConfig("a"), "b": SourceConfig("b")}
@@ -164,12 +127,6 @@ MIXTURE = {"a": SourceConfig("a"), "b": SourceConfig("b")}
             r"seq_len: checkpoint has 16, this run has 64.*change training.seq_len from step 4 on, "
             r"add",
         ),
-        (
-            [],
-            {},
-            r"other settings after step 3:\n  training.seq_len: checkpoint has 32, this run has 16",
-        ),
-        ([{"step": 2, "training.seq_len": 8}, *LENGTHS], {}, "other settings after step 2:"),
         (
             LENGTHS,
             {"filespec": None, "mixture": MIXTURE},
@@ -205,16 +162,7 @@ def test_other_data_is_refused_with_the_remedy(data, tmp_path, exact):
 def test_data_of_later_phases_is_checked_before_the_first_step(data, tmp_path):
     train_only = shutil.copytree(data, tmp_path / "b.zarr")
     shutil.rmtree(train_only / "validation")
-    mixture = {name: {"filespec": data} for name in ("a", "b")}
-    for change, settings, message in [
-        ({"data.filespec": str(train_only)}, {"eval_batches": 1}, "validation"),
-        (
-            {"data.filespec": None, "data.mixture": mixture},
-            {"eval_epochs": 1.0},
-            "Only a single flat-tokens dataset",
-        ),
-    ]:
-        c = config(data, [{"step": 3, **change}], **settings)
-        with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=message):
-            train.train(c, load_model(c.model), tmp_path)
-        assert not (tmp_path / "metrics.jsonl").exists()
+    c = config(data, [{"step": 3, "data.filespec": str(train_only)}], eval_batches=1)
+    with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match="validation"):
+        train.train(c, load_model(c.model), tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()

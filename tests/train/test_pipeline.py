@@ -3,8 +3,6 @@
 Whole steps: test_oracles.py; the executor in f64 against NumPy: test_microbatches.py.
 """
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,19 +36,6 @@ def traced_step(c: Config):
     state = jax.eval_shape(lambda: tiny.state(c))
     batch = in_microbatches(tiny.host_batch(), c.training.microbatches)
     return tiny.training_step(c).trace(state, batch, np.int32(0)).jaxpr
-
-
-@pytest.mark.long
-def test_what_is_saved_is_not_computed_again():
-    """Loops and tasks count once."""
-
-    def products(mesh: str, **pipeline) -> int:
-        with jax.set_mesh(tiny.mesh(mesh)):
-            return len(re.findall(r"\bdot_general\[", str(traced_step(config(**pipeline)))))
-
-    once = products("one device")
-    assert products(STAGES) == once
-    assert products(STAGES, schedule="zb_h1") == once
 
 
 def dropout_step(mesh: str):
@@ -110,7 +95,6 @@ WAITS = "a pipeline stage runs {} over p, which would wait forever"
     ("reduce", "message"),
     [
         (shifted_by_shardops, r"test_pipeline.py:\d+: " + WAITS.format("ppermute")),
-        (summed_past_shardops, WAITS.format(r"psum\w*")),
         (summed_in_the_backward_pass, WAITS.format(r"psum\w*")),
     ],
 )
@@ -135,35 +119,14 @@ def test_a_stage_holds_its_part_of_the_vocabulary():
     assert [shape for shape in shapes if set(shape) <= {32, 64}] == [(32, 32)] * 4
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (jnp.mean, ".*; it must be a scalar, the same on every device"),
-        (lambda x: jnp.zeros(3), r"f32\[3\]"),
-    ],
-)
-def test_a_loss_of_a_layer_that_is_no_scalar_or_differs_is_refused(given, message):
+def test_a_loss_of_a_layer_that_differs_between_devices_is_refused():
     class Wrong(train.Llama):
         def layer(self, x, w, tokens, attention):
-            return super().layer(x, w, tokens, attention), LayerAux(given(x))
+            return super().layer(x, w, tokens, attention), LayerAux(jnp.mean(x))
 
     c = tiny.config(tiny.model())
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         state = jax.eval_shape(lambda: tiny.state(c))
         step = train.make_training_step(c, Wrong(c.model))
-        with pytest.raises(ShardError, match=f"a layer gives loss in its LayerAux: {message}"):
+        with pytest.raises(ShardError, match=r"a layer gives loss in its LayerAux: .* the same on"):
             step.lower(state, tiny.place_batch(c), np.int32(0))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"virtual_stages": 3}, "4 layers do not divide into 6 equal stages"),
-        ({"schedule": "gpipe", "virtual_stages": 2}, "gpipe is defined for one chunk"),
-        ({"schedule": "2f2b"}, "2f2b"),
-    ],
-)
-def test_settings_that_do_not_fit(changes, message):
-    c = config(**changes)
-    with jax.set_mesh(tiny.mesh(STAGES)), pytest.raises(ValueError, match=message):
-        training_table(c, load_model(c.model))

@@ -14,7 +14,6 @@ from shardwright.modeling.model import load_model
 from shardwright.program.checkpoint import Checkpointer
 from shardwright.program.config import Config, PipelineConfig
 from shardwright.program.stages import (
-    describe_stages,
     folded_mesh,
     placement_of,
     stack_orders,
@@ -97,13 +96,3 @@ def test_weights_without_stages_are_those_of_a_mesh_without_p(saved):
         found = without_stages(states["p=4 t=2"].weights, placement(c), mesh)
     assert "p" not in mesh.shape
     jax.tree.map(np.testing.assert_array_equal, found, states["d=4 t=2"].weights)
-
-
-def test_the_run_says_what_its_stages_have():
-    c = settings("d=4 t=2")
-    with jax.set_mesh(tiny.mesh("p=2 d=2 t=2")):
-        (line,) = describe_stages(c, load_model(c.model))
-    assert line.startswith("interleaved_1f1b, 4 microbatches in ")
-    assert line.endswith(" ticks; 2 stages of 4 layers")
-    with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        assert describe_stages(c, load_model(c.model)) == []
