@@ -1,9 +1,7 @@
 """Attention by blocks, and cuDNN's, against train.softmax_attention; the choice between them."""
 
-import dataclasses
 import functools
 import types
-from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +10,11 @@ import pytest
 
 import train
 from shardlib.shardtypes import dtype_name
-from shardwright.modeling import attention_calls, attention_paths
+from shardwright.modeling import attention_paths
 from shardwright.modeling import blockwise as blockwise_module
 from shardwright.modeling.blockwise import blockwise
 from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.modeling.model import Tokens
-from shardwright.run import introduction
 from tests.support import tiny
 from tests.support.gradients import assert_close, with_gradients
 
@@ -173,15 +170,9 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
     [
         (A100, 65536, {}, "triton"),
         (GPU, 1000, {}, "blockwise"),
-        (GPU, 1024, {"d_head": 256}, "blockwise"),
         (GPU, 1024, {"pattern": AttentionMask((*CAUSAL.mask_mod, Window(9)))}, "blockwise"),
-        (GPU, 1024, {"pattern": AttentionMask((same_document,))}, "triton"),
-        (A100, 1024, {"d_head": 256, "pattern": AttentionMask((causal,))}, "blockwise"),
-        (GPU, 1024, {"d_head": 256, "pattern": AttentionMask((causal,))}, "cudnn"),
         (GPU, 65536, {"pattern": AttentionMask((causal, Window(9)))}, "cudnn"),
-        (GPU, 65536, {"pattern": AttentionMask((Window(9),))}, "blockwise"),
         (GPU, 1024, {"sinks": True}, "blockwise"),
-        (GPU, 1024, {"dtype": jnp.float32}, "blockwise"),
         (GPU, 1024, {"dropout": True}, "einsum"),
         (
             TPU,
@@ -189,7 +180,6 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
             {"pattern": AttentionMask((Window(9), same_document), SoftCap(30.0)), "d_head": 60},
             "splash",
         ),
-        (TPU, 500, {}, "einsum"),
         (CPU, 128, {}, "einsum"),
         (CPU, 129, {}, "blockwise"),
     ],
@@ -205,35 +195,17 @@ def test_auto_takes_what_can_do_it(monkeypatch, device, length, changes, expecte
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"),
-    [(1000, "cudnn"), (1024, "triton"), (4096 - 2, "cudnn"), (5000, "blockwise")],
-)
-def test_where_a_mask_has_no_gradient_it_may_be_a_mask(monkeypatch, length, expected):
-    """From jax 0.12 on."""
-    monkeypatch.setattr(attention_paths, "target_device", lambda: GPU)
-    monkeypatch.setattr(attention_paths, "MASKED_UP_TO", 4096)
-    assert attention_paths.choose("auto", **asking(length=length)) == expected
-
-
-@pytest.mark.parametrize(
     ("path", "device", "changes", "reason"),
     [
         ("blockwise", CPU, {"dropout": True}, "no dropout"),
-        ("cudnn", CPU, {}, "cpu is not an NVIDIA GPU"),
         ("cudnn", GPU, {"pattern": AttentionMask(score_mod=SINE)}, "changes no scores"),
         ("cudnn", GPU, {"sinks": True}, "no sinks"),
-        ("cudnn", GPU, {"d_head": 264}, "up to 256"),
-        ("cudnn", GPU, {"length": 63}, "odd number of tokens, 63"),
         (
             "triton",
             GPU,
             {"pattern": AttentionMask((causal, Window(9)))},
             "the conditions causal and same_document",
         ),
-        ("triton", GPU, {"dtype": jnp.float32}, "takes bf16, not float32"),
-        ("triton", GPU, {"length": 128, "d_head": 8}, "takes 16 to 128"),
-        ("triton", GPU, {"length": 192}, "192 tokens; it takes multiples of 128"),
-        ("splash", GPU, {}, "NVIDIA H200 is not a TPU"),
         ("splash", TPU, {"pattern": AttentionMask(score_mod=SINE)}, "only knows SoftCap"),
         (
             "splash",
@@ -252,36 +224,11 @@ def test_a_path_that_cannot_do_it_says_so(monkeypatch, path, device, changes, re
         attention_paths.choose(path, **asked)
 
 
-# ---- what a run says -----------------------------------------------------------------------------
-
-
-def test_the_rule_that_a_run_prints_is_the_one_in_force():
-    """Without training.document_mask it has no documents."""
-    with jax.set_mesh(tiny.mesh("one device")):
-        for masked, pattern in ((True, "causal, same_document"), (False, "causal")):
-            step = tiny.step(tiny.config(document_mask=masked))
-            assert attention_calls.describe_attention(step) == [f"einsum; {pattern}"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "paths", "refused"),
-    [
-        ({"unroll": None}, ["cudnn"], True),
-        ({"unroll": 1}, ["cudnn"], False),
-        ({"unroll": 1}, ["cudnn", "cudnn"], True),
-        ({"unroll": None}, ["blockwise"], False),
-    ],
-)
-def test_deterministic_cudnn_attention_is_refused_where_xla_cannot_run_it(settings, paths, refused):
-    """On an H100, with jax 0.11.2, the first of these ended its first step with an IndexError, and
-    the second ran.
-    """
-    c = tiny.config(tiny.model())
-    c = dataclasses.replace(c, training=dataclasses.replace(c.training, **settings))
-    c.hardware.deterministic = True
-    with (
-        pytest.raises(ValueError, match=r"Set training\.attention=triton or blockwise")
-        if refused
-        else nullcontext()
-    ):
-        introduction.check_deterministic(c, paths)
+def test_kernels_that_count_from_0_take_no_part_of_the_queries(monkeypatch):
+    monkeypatch.setattr(attention_paths, "target_device", lambda: GPU)
+    q = jax.ShapeDtypeStruct((1, 1024, 2, 2, 64), jnp.bfloat16)
+    for kernel, pattern in (("triton", CAUSAL), ("cudnn", CAUSAL.without(same_document))):
+        assert attention_paths.choose("auto", pattern, q) == kernel
+        assert attention_paths.choose("auto", pattern, q, keys=2048) == "blockwise"
+        with pytest.raises(ValueError, match=f"is {kernel}, .*: 1024 queries of 2048 positions"):
+            attention_paths.choose(kernel, pattern, q, keys=2048)

@@ -28,23 +28,6 @@ def rounded(x: np.ndarray, dtype) -> np.ndarray:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("dtype", "error", "size"), [(jnp.float8_e4m3fn, 2**-4, 1e-6), (jnp.float8_e5m2, 2**-3, 1e6)]
-)
-def test_values_are_rounded_within_the_format(dtype, error, size):
-    x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) * np.float32(size)
-    values, scale = jax.jit(lambda x: fp8.quantize(x, dtype))(x)
-    assert values.dtype == dtype
-    found = np.float64(values) * np.float64(scale)
-    np.testing.assert_allclose(found, rounded(x, dtype), rtol=1e-6)
-    # Half a unit in the last place, where numbers are not so small that the format has no more
-    # digits for them.
-    normal = np.abs(x) > np.abs(x).max() * 2**-10
-    assert np.abs(found / x - 1)[normal].max() <= error
-    assert np.abs(found).max() == pytest.approx(np.abs(x).max(), rel=1e-6)
-
-
-@pytest.mark.quick
 def test_zeros_stay_and_what_is_no_number_is_seen():
     def quantized(x):
         return [
@@ -59,10 +42,6 @@ def test_zeros_stay_and_what_is_no_number_is_seen():
     for bad in (np.inf, -np.inf, np.nan):
         values, scale = quantized([1.0, bad])
         assert not (np.isfinite(values).all() and np.isfinite(scale))
-    # a scale that bf16 rounds down
-    peaks = np.linspace(1, 2, 999, dtype=np.float32)
-    values, _ = jax.vmap(lambda x: fp8.quantize(x[None].astype(jnp.bfloat16), fp8.FORWARD))(peaks)
-    assert np.isfinite(np.float32(values)).all()
 
 
 @pytest.mark.quick

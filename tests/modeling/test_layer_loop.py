@@ -12,7 +12,6 @@ import pytest
 
 from shardlib.equations import jaxprs_of
 from shardwright.data.loader import batch_shapes
-from shardwright.program.checks import check_config
 from tests.support import tiny
 
 LAYERS = 5
@@ -61,19 +60,6 @@ def test_each_keeps_what_it_says():
     assert everything > more
 
 
-@pytest.mark.quick
-def test_everything_keeps_no_f32_between_bf16():
-    """XLA fuses these, and may keep what JAX would recompute."""
-    c = tiny.config(tiny.model(layers=LAYERS, n_kv=2), save="everything", compute_dtype="bf16")
-    stacks = kept(traced(c, "d=4 t=2"))
-    per_position = [
-        aval
-        for aval in stacks
-        if aval.shape[:3] in ((LAYERS, 2, 16), (LAYERS, 2, 8)) and aval.ndim > 3
-    ]
-    assert {aval.dtype.name for aval in per_position} == {"bfloat16"}
-
-
 def test_offloading_is_of_what_is_marked():
     """In the program as traced: a CPU has one memory, so nothing moves in what is compiled for
     it.
@@ -105,16 +91,3 @@ def test_only_without_a_loop_is_what_is_computed_again_kept_from_the_forward_pas
         shapes = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
         program = tiny.training_step(c).lower(state, shapes, np.int32(0)).as_text()
     assert len({*re.findall(r"%\d+:(\d+) = stablehlo.optimization_barrier", program)}) == barriers
-
-
-def test_offloading_needs_a_loop_and_no_stages():
-    c = tiny.config(save="offload", unroll=None)
-    with pytest.raises(
-        ValueError, match=r"offload, which saves no memory .* Set training\.unroll=1 and mesh\.p=1"
-    ):
-        check_config(c)
-    c.training.unroll, c.mesh.p = 1, 2
-    with pytest.raises(ValueError, match=r"offload, which saves no memory .*, or with stages"):
-        check_config(c)
-    c.mesh.p = 1
-    check_config(c)

@@ -18,8 +18,6 @@ from shardwright.data.loader import batch_shapes
 from shardwright.modeling.loss_chunks import sum_in_chunks
 from shardwright.modeling.model import Targets
 from shardwright.modeling.weights import Weight, act, at_rest, gain
-from shardwright.program.checks import check_config
-from shardwright.program.config import check_divides
 from tests.support import tiny
 
 
@@ -84,19 +82,3 @@ def test_gradients_of_weights_are_summed_in_f32():
             jnp.ones((1, 512, 1), jnp.bfloat16), OneWeight(jnp.zeros(1))
         )
     assert float(found.gain[0]) == 1024
-
-
-def test_a_chunk_that_does_not_fit_is_refused():
-    c = tiny.config(loss_chunk=5)
-    with pytest.raises(
-        ValueError, match=r"training\.loss_chunk is 5; it must divide training\.seq_len = 16"
-    ):
-        check_config(c)
-    c.training.loss_chunk = 0
-    with pytest.raises(ValueError, match=r"training\.loss_chunk is 0; it must be at least 1"):
-        check_config(c)
-    c.training.loss_chunk = 2
-    with pytest.raises(
-        ValueError, match=r"training\.loss_chunk is 2; .* it must be a multiple of t = 8"
-    ):
-        check_divides(c, {"r": 1, "d": 1, "t": 8})
