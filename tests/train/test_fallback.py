@@ -132,3 +132,9 @@ def test_checkpoints_at_a_url(tmp_path, monkeypatch, exact):
     found, step = find_checkpoint(f"{url}/run")
     assert (found.store.url, found.steps(), step) == (f"{url}/run/checkpoints", [2, 4, 6], 6)
     run(tmp_path / "next", 2, init_from=f"{url}/run/checkpoints/0000000004")
+    # The place is forgotten, or given to a run that had none: no run begins again over the steps
+    # that were done.
+    for name, saved, given in (("run", url, None), ("local", "null", url)):
+        message = f"Give paths.checkpoints={saved} paths.model_name={name}, or"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run(tmp_path / name, 6, given)
