@@ -63,6 +63,7 @@ def test_steps_compute_what_one_device_computes(name):
 
 HEAD = """
 import dataclasses
+import functools
 
 import jax
 
@@ -76,12 +77,17 @@ def has(axis):
     return axis in jax.sharding.get_abstract_mesh().shape
 
 
+@functools.cache
+def devices():
+    return shardops.axis_size("t")
+
+
 class Model(train.Llama):
     mask = masks.AttentionMask(MASK)
 
     def __init__(self, config):
         super().__init__(config)
-        self.devices = shardops.axis_size("t")
+        self.devices = devices()
 
     def embed(self, w, tokens):
         return super().embed(w, tokens) * EMBED

@@ -151,10 +151,11 @@ def test_mup_scales_each_kind_of_layer():
 
 @pytest.mark.quick
 def test_a_stack_that_is_not_run_is_refused(tmp_path):
-    source = MIXTURE.replace('"dense *p"', '"dense"')
+    layers = '    layers: Array["layers/p", Layer]\n'
+    source = MINE.replace(layers, f'    dense: Array["4", Layer]\n{layers}')
     message = r"weights `dense` are a stack that is not run; write Array\['dense \*p', …\] for"
     with imported("odd", source, tmp_path) as odd, pytest.raises(ValueError, match=message):
-        load_model(mixture(odd, module="odd"))
+        load_model(odd.ModelConfig(**SIZES, module="odd"))
 
 
 @pytest.mark.quick
