@@ -1,6 +1,7 @@
-"""bench.chip: the parts that it measures, and what fails in them."""
+"""bench.chip: the parts that it measures and what fails in them; attention and rates of a device."""
 
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from bench import chip
 from bench.chip import PARTS, Part, command_of
+from shardwright.cluster.chips import chip_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = [part.name for part in PARTS]
@@ -54,12 +56,6 @@ PRINTED = {  # what each program prints, and the rows that are read from it
         ],
     ),
 }
-
-
-def test_a_part_that_does_not_exist(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        chip.main(["minutes=1", f"out={tmp_path}", "parts=[attentoin]"])
-    assert "no part is attentoin; choose of devices, demo, attention" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -146,10 +142,8 @@ def test_a_part_that_hangs_ends_with_what_it_started(programs, monkeypatch):
     assert time.monotonic() - begin < 30
     assert table(programs)[0] == ["hangs", "failed", "its limit of 1 s ended it"]
     assert table(programs)[1][0] == "next"
-    assert (
-        "time.sleep(99)"
-        not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    )
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert "time.sleep(99)" not in running
 
 
 def test_a_damaged_result_is_measured_again(programs):
@@ -175,3 +169,34 @@ def test_the_commands_of_parts(tmp_path, printed):
     assert any(
         word.startswith(f"{tmp_path}/") for word in command_of(PARTS[NAMES.index("chip")], tmp_path)
     )
+
+
+# ---- what the parts run --------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_each_implementation_of_attention_agrees_with_f32(capsys):
+    sizes = "--lengths 128 --tokens 256 --heads 2 --width 16"
+    chip.main(["attention", *sizes.split()])
+    line = r"^(.+): [\d.]+ ms, .* TFLOP/s, .* GiB, error (.+)$"
+    found = re.findall(line, capsys.readouterr().out, re.MULTILINE)
+    assert [name for name, _ in found] == [
+        f"{path}, 128 tokens, {documents}"
+        for documents in chip.RULES
+        for path in ("einsum", "blockwise")
+    ]
+    assert all(0 < float(error) < 1e-2 for _, error in found)
+
+
+@pytest.mark.parametrize(("like", "peak"), [("a100", chip_of("a100").peak["bf16"]), (None, 50e9)])
+def test_what_is_measured_becomes_a_chip(monkeypatch, tmp_path, like, peak):
+    """Of an unknown device its matmuls are its peak. The rest is as of another chip."""
+    monkeypatch.setattr(chip, "product_s", lambda m, k, n: 2 * m * k * n / 50e9)
+    monkeypatch.setattr(chip, "timed", lambda path, pattern, given: (None, 1.0, 20e9))
+    monkeypatch.setattr(chip, "chip_for", lambda kind: like and chip_of(like))
+    chip.main(["rates", "--size", "64", "--chip", str(tmp_path / "mine.yaml")])
+    found = chip_of(str(tmp_path / "mine.yaml"))
+    assert found.matmul_s(1, 512, 512, 512, "bf16") == pytest.approx(2 * 512**3 / 50e9, rel=1e-2)
+    assert found.peak["bf16"] == pytest.approx(peak, rel=1e-2)
+    assert found.attention_share * found.peak["bf16"] == pytest.approx(20e9, rel=1e-2)
+    assert found.near_bandwidth == chip_of(like or "h100").near_bandwidth
