@@ -30,16 +30,6 @@ def table_of(text: str, mesh=None) -> CompiledStep:
     return describe(parse(with_mesh(text, mesh) if mesh else text))
 
 
-def files_of_collectives(c, mesh) -> dict[str, set[str]]:
-    """The files that have the lines of the collectives of a step, each with the axes along which
-    they communicate.
-    """
-    found = collections.defaultdict(set)
-    for row in table_of(compile_config(c, mesh).as_text(), mesh.shape).of("collective"):
-        found[row.line.rpartition(":")[0]] |= set(row.axes)
-    return found
-
-
 def computations(hlo: str) -> dict[str, list[str]]:
     """Name of each HLO computation → its instructions."""
     found, name = {}, None

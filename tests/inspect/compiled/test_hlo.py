@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardwright.inspect.compiled.hlo import Shape, parse
+from shardwright.inspect.compiled.hlo import parse
 from tests.support.hlo_texts import TEXT
 
 pytestmark = pytest.mark.quick
@@ -14,31 +14,6 @@ def instructions(text):
         for computation in parse(text).computations.values()
         for i in computation.instructions.values()
     ]
-
-
-def test_frames_whose_parent_has_its_own_number():
-    """As printed where the numbers of parents are not one too high: 0 is no parent."""
-    lines = "1 {file_location_id=2 parent_frame_id=0}\n2 {file_location_id=1 parent_frame_id=1}\n"
-    head, rest = TEXT.split("StackFrames\n")
-    text = f"{head}StackFrames\n{lines}\n{rest.split(chr(10) * 2, 1)[1]}"
-    found = {i.name: i for i in instructions(text)}
-    assert [frame.line for frame in found["half"].frames] == [7, 10]
-
-
-def test_types_names_and_operands():
-    text = """HloModule jit_g
-
-ENTRY main {
-  x = f32[2,<=3]{1,0} parameter(0)
-  ROOT y = (bf16[4]{0:T(8,128)}, pred[3]{0}, f8e4m3fn[5]{0}, s4[3]{0}, token[]) custom-call(x, /*index=1*/x), \
-custom_call_target="a(b", metadata={op_name="jit(g)/\\"quoted\\""}
-}
-"""
-    root = parse(text).entry.root
-    assert root.op_name == 'jit(g)/\\"quoted\\"'
-    assert root.operands == ("x", "x")
-    assert root.bytes == 8 + 3 + 5 + 2
-    assert parse(text).entry.instructions["x"].shapes == (Shape("f32", (2, 3)),)
 
 
 @pytest.mark.parametrize(

@@ -38,47 +38,6 @@ def bubble(planes, steps):
     return step_bubble(devices_of(trace(planes), STEP, steps), steps)
 
 
-def gpu(adam_ends, nccl_ends, steps=3):
-    """Steps of 100 µs on two streams, and the beginning of one more; copies, and another program,
-    beside them.
-    """
-    of = {"hlo_module": STEP, "hlo_op": "fusion"}
-    compute, nccl = [], []
-    for at in range(0, 100 * steps, 100):
-        compute += [
-            (at, at + 30, "gemm", of),
-            (at + 30, at + 50, "softmax", of),
-            (at + 50, at + 80, "gemm", of),
-        ]
-        compute += [(at + 80, at + adam_ends, "adam", {"cuda_graph_id": 3})]  # of a CUDA graph
-        nccl += [(at + 60, at + nccl_ends, "ncclDevKernel_AllGather", of)]
-    compute += [(100 * steps, 100 * steps + 30, "gemm", of)]
-    return {
-        "Stream #13(Compute)": compute,
-        "Stream #24(Compute)": nccl,
-        "Stream #15(MemcpyH2D,Compute)": [
-            (90, 99.5, "MemcpyH2D", {"memcpy_details": "size:1"}),
-            (91, 99.7, "add", {"hlo_module": "jit_add"}),
-        ],
-    }
-
-
-def test_steps_in_gpu_streams():
-    """GPU:0 executes nothing of the step in 98 … 100 and 198 … 200 of 200 µs, GPU:1 from 96 on: 2%
-    and 4%.
-
-    The last kernel is one stream's on GPU:0, the other's on GPU:1.
-    """
-    host = {"python": [(0, 400, "step", {})]}
-    found = bubble(
-        {"/host:CPU": host, "/device:GPU:0": gpu(98, 90), "/device:GPU:1": gpu(90, 96)}, 3
-    )
-    assert found["step_bubble"] == pytest.approx(0.03)
-    assert found["gap_seconds"] == pytest.approx(3e-6)
-    assert found["step_seconds"] == pytest.approx(100e-6)
-    assert (found["steps"], found["devices"]) == (3, 2)
-
-
 @pytest.mark.parametrize("device", ["/device:TPU:0", "/device:GPU:0"])
 def test_a_line_of_modules(device):
     """Steps at 0 … 90, 100 … 195 and 200 … 290: 15 of 200 µs.
@@ -102,32 +61,6 @@ def test_a_line_of_modules(device):
     assert found["devices"] == 1
 
 
-def test_steps_of_cpu_devices():
-    """Operations are on any thread; CPU:1's second step begins before its first has ended, which is
-    no gap.
-    """
-
-    def op(device, run):
-        return {"hlo_module": STEP, "hlo_op": "dot", "run_id": run, "device_ordinal": device}
-
-    threads = {
-        "tf_XLAEigen/1": [
-            (80, 90, "dot", op(0, 9)),
-            (0, 40, "dot", op(0, 7)),
-            (0, 50, "dot", op(1, 7)),
-        ],
-        "tf_XLAPjRtCpuClient/2": [
-            (30, 60, "dot", op(0, 7)),
-            (50, 55, "dot", op(0, 7)),
-            (45, 70, "dot", op(1, 9)),
-            (60, 75, "$f.py:1 f", op(0, 7)),
-        ],
-        "python": [(61, 79, "dot", {"hlo_module": "jit_other", "run_id": 8, "device_ordinal": 0})],
-    }
-    found = bubble({"/host:CPU": threads}, 2)
-    assert found["step_bubble"] == pytest.approx(20 / 80 / 2)
-
-
 @pytest.mark.parametrize(
     ("planes", "steps", "why"),
     [
@@ -137,8 +70,6 @@ def test_steps_of_cpu_devices():
             2,
             "the trace shows 1 of 2 steps of /device:TPU:0",
         ),
-        ({"/device:GPU:0": gpu(98, 90)}, 5, "the trace shows 0 of 5 steps of /device:GPU:0"),
-        ({"/device:GPU:0": gpu(98, 90)}, 1, "a run of one step has nothing between steps"),
     ],
 )
 def test_what_cannot_be_measured_is_not(planes, steps, why):
@@ -228,21 +159,6 @@ def test_a_line_of_operations():
     }
     found = times({"/device:TPU:0": lines})
     assert by_line(found) == {"train.py:20": [20e-6, 1, 0, 0]}
-
-
-def test_top_lines_fit_the_terminal():
-    rows = [{"line": f"models/a_long_name.py:{i}", "text": "x" * 80, "seconds": 1, "share": 0.05, "collective": i % 2,
-             "exposed": 0.012} for i in range(20)]  # fmt: skip
-    lines = top_lines(
-        {"devices": 8, "seconds": 1.5, "collective": 0.5, "exposed": 0.25, "lines": rows}
-    ).splitlines()
-    assert len(lines) == 3 + 10
-    assert all(len(line) <= 80 for line in lines)
-    assert lines[0] == "slowest    source lines, by their share of the time that devices work"
-    assert lines[1] == "           waits: for data of other devices; 25.0% of all that time"
-    assert lines[2] == "  time  waits  line"
-    assert lines[3].startswith("  5.0%         models/a_long_name.py:0  xxx")
-    assert lines[4].startswith("  5.0%   1.2%  models/a_long_name.py:1  xxx")
 
 
 def test_the_larger_of_two_matmuls_takes_longer(tmp_path):
