@@ -4,23 +4,16 @@ by hand.
 
 import collections
 import dataclasses
-import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.axes import AXES
 from shardwright.cluster.chips import chip_of
-from shardwright.inspect.plan.graph import graph_of
-from shardwright.inspect.plan.kernels import kind_of, peak_of, product_shape
 from shardwright.inspect.plan.plan import plan_of
-from shardwright.inspect.plan.step import _again
 from shardwright.inspect.planning import mesh_sizes, planned_step
-from shardwright.jax_extra import KEPT, SAVED
 from shardwright.modeling.model import load_model
 from shardwright.models import family
 from shardwright.optimizers.config import GroupConfig
@@ -95,51 +88,6 @@ def test_a_step_sends_multiplies_and_holds_what_its_compiled_program_does(mesh):
     assert state == pytest.approx(compiled.memory_analysis().argument_size_in_bytes, rel=0.01)
 
 
-def test_what_no_result_needs_is_left_out():
-    """Of what is written in place, the writes before the last one are needed."""
-
-    def f(x, choose):
-        jnp.sin(x)
-        y = jax.lax.cond(choose, lambda x: (jnp.cos(x), x @ x)[1], lambda x: x, x)
-        return y.at[0].set(1.0).at[1].set(2.0)
-
-    graph = graph_of(jax.make_jaxpr(f)(jnp.ones((4, 4)), True), {})
-    operations = [node.op for node in graph.nodes]
-    assert operations.count("scatter") == 2
-    assert "sin" not in operations
-    (branches,) = (node.bodies for node in graph.nodes if node.op == "cond")
-    assert [[node.op for node in branch.nodes] for branch in branches] == [[], ["dot_general"]]
-
-
-def test_products_with_the_matrix_of_each_row_are_products():
-    """As experts have them on TPUs: the products, and the gradients of the matrices."""
-    sizes = jnp.array([2, 6, 4])
-    numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-
-    def f(x, w, g):
-        return jax.lax.ragged_dot(x, w, sizes), jax.lax.ragged_dot_general(x, g, sizes, numbers)
-
-    jaxpr = jax.make_jaxpr(f)(jnp.ones((12, 4)), jnp.ones((3, 4, 5)), jnp.ones((12, 5)))
-    products = [node for node in graph_of(jaxpr, {}).nodes if kind_of(node) == "matmul"]
-    assert [product_shape(node) for node in products] == [(1, 12, 4, 5), (1, 4, 12, 5)]
-
-
-def test_what_is_computed_again_is_counted_once():
-    """Both factors of each turn need the turn before."""
-
-    def f(x, w):
-        def turn(x, _):
-            y = x
-            for _ in range(12):
-                y = (y @ w) * (w @ y)
-            return x, y
-
-        return jax.lax.scan(turn, x, None, length=3)
-
-    (again,) = _again(graph_of(jax.make_jaxpr(f)(jnp.ones((4, 4)), jnp.ones((4, 4))), {})).values()
-    assert again == 3 * 12 * 2 * 2 * 4**3
-
-
 def test_flops_by_hand():
     """Three products of each weight for a token, nothing again; of attention the causal pairs, its
     scores twice.
@@ -152,27 +100,15 @@ def test_flops_by_hand():
     assert flops(step, "attention") == 2 * pairs * m.d_head * (2 + 5) * m.layers
 
 
-@pytest.mark.parametrize(
-    ("training", "mesh"),
-    [
-        ({"attention": "blockwise"}, {"d": 8}),
-        pytest.param(
-            {"attention": "blockwise", "context": "ring"},
-            {"c": 4, "d": 2},
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=["blockwise", "ring"],
-)
-def test_windows_are_counted(training, mesh):
+def test_windows_are_counted():
     """Of two layers one has a window: entries of both masks, in the plan and in model FLOPs."""
     sizes = {name: x for name, x in vars(tiny.model(layers=2)).items() if name != "module"}
     i, j = np.arange(tiny.LENGTH)[:, None], np.arange(tiny.LENGTH)
     full, window = np.sum(j <= i), np.sum((j <= i) & (i - j < 3))
     per_token = []
     for windows, pairs in (({"window": 3, "full_every": 2}, full + window), ({}, 2 * full)):
-        c = tiny.config(family.ModelConfig(**sizes | windows), save=None, **training)
-        step = planned_step(c, load_model(c.model), dict.fromkeys(AXES, 1) | mesh, H100)
+        c = tiny.config(family.ModelConfig(**sizes | windows), save=None, attention="blockwise")
+        step = planned(c)
         entries = c.model.heads * c.model.d_head
         per_device = 2 * tiny.BATCH / 8 * entries * pairs * (2 + 5)
         assert flops(step, "attention") == pytest.approx(per_device, rel=1e-6)
@@ -227,16 +163,6 @@ def test_what_is_offloaded_is_in_no_memory_of_the_device():
     assert as_text(plans[1], "ours").count("and what moving to the host takes") == 1
 
 
-def test_what_a_run_costs_follows_from_a_step():
-    plan = plan_of(planned(tiny.config()), H100, 1000)
-    assert plan.days == pytest.approx(1000 * plan.seconds / 86400)
-    assert plan.dollars == pytest.approx(plan.days * 24 * 8 * H100.price_per_hour)
-    error = 1 + H100.error
-    assert plan.range == pytest.approx((plan.seconds / error, plan.seconds * error))
-    rate = plan.step.facts.flops_per_token * plan.tokens_per_second / 8
-    assert plan.mfu == pytest.approx(rate / H100.peak["f32"])  # tiny.config computes in f32
-
-
 def test_messages_slow_what_is_computed_beside_them():
     """And no step is faster than at the chip's peaks, by hand the sum of what each kernel
     multiplies or moves.
@@ -260,15 +186,6 @@ def test_messages_slow_what_is_computed_beside_them():
     assert alone.at_peaks < alone.range[0] < alone.seconds
 
 
-def test_the_host_and_the_devices_work_at_the_same_time():
-    """A step takes longer than the slower of the two, and less than both in turn."""
-    step = planned(tiny.config())
-    devices = plan_of(step, dataclasses.replace(H100, layer_s=0.0), 1).seconds
-    # a host as slow as the devices, where the two add most
-    host = dataclasses.replace(H100, layer_s=devices / 3 / step.facts.microbatches)
-    assert plan_of(step, host, 1).seconds == pytest.approx(2**0.5 * devices)
-
-
 def test_a_mesh_without_its_devices_is_refused():
     c = tiny.config()
     for t, devices, problem in (
@@ -284,53 +201,12 @@ def test_a_mesh_without_its_devices_is_refused():
     assert mesh_sizes(c, 8) == dict.fromkeys(AXES, 1) | {"d": 4, "t": 2}
 
 
-def test_what_is_stacked_twice_is_kept_once():
-    """A kernel keeps its result, and the layer marks it: one array where XLA sees no loop, two
-    where it sees one.
-    """
-
-    def loss(ws, x, unroll, twice):
-        def layer(x, w):
-            kept = checkpoint_name(jnp.tanh(x @ w), SAVED)
-            marked = kept.reshape(4, -1, 64)
-            if twice:
-                marked = checkpoint_name(marked, SAVED)
-            return x + jnp.sin(marked).reshape(x.shape) * jnp.sin(kept), None
-
-        layer = jax.checkpoint(layer, policy=KEPT["marked"], prevent_cse=False)
-        return jax.lax.scan(layer, x, ws, unroll=unroll)[0].sum()
-
-    ws, x = jnp.ones((8, 64, 64)), jnp.ones((512, 64))
-
-    def sizes(unroll, twice):
-        gradient = functools.partial(jax.grad(loss), unroll=unroll, twice=twice)
-        graph = graph_of(jax.make_jaxpr(gradient)(ws, x), {})
-        of_xla = jax.jit(gradient).lower(ws, x).compile().memory_analysis().temp_size_in_bytes
-        return np.array([sum(size for _, size in peak_of(graph, set(), "cpu")), of_xla])
-
-    for unroll, expected in ((1, 8 * 512 * 64 * 4), (8, 0)):
-        assert [*(sizes(unroll, True) - sizes(unroll, False))] == [expected] * 2
-
-
 def test_gradients_of_frozen_weights_are_not_planned():
     """Of the three products of a frozen weight the backward pass leaves one out."""
     c, frozen = wide(), wide()
     frozen.optimizer.groups = [GroupConfig("layers.w_gate", algorithm="frozen")]
     m, less = c.model, flops(planned(c), "matmul") - flops(planned(frozen), "matmul")
     assert less == 2 * tiny.BATCH * tiny.LENGTH // 8 * m.layers * m.d_model * m.d_ff
-
-
-def test_masks_of_unrolled_layers_are_one():
-    def f(ws, x):
-        def layer(x, w):
-            mask = jnp.where(jnp.arange(512)[:, None] >= jnp.arange(512), 1.0, 0.0)
-            return x + (mask @ x) @ w, None
-
-        return jax.lax.scan(layer, x, ws, unroll=16)[0]
-
-    graph = graph_of(jax.make_jaxpr(f)(jnp.ones((16, 8, 8)), jnp.ones((512, 8))), {})
-    masks = [size for x, size in peak_of(graph, set(), "gpu") if x.shape == (512, 512)]
-    assert sum(masks) == 4 * 512 * 512
 
 
 @pytest.mark.long

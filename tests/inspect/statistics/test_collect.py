@@ -9,26 +9,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import train
-from shardwright.cluster.devices import make_mesh
 from shardwright.inspect.statistics.collect import RunStatistics, Statistics, finished, sums
-from shardwright.inspect.statistics.rerun import saved_points
-from shardwright.jax_extra import save_for_backward
 from shardwright.modeling.model import load_model
 from shardwright.program.stages import placement_of
 from shardwright.program.step import Step, trace_step
 from tests.support import dense, tiny
 from tests.support.edits import Change, saved_in
 from tests.support.recipes import SOURCE, module_of
-
-# A microbatch is too small for d=8.
-MESHES = {name: functools.partial(tiny.mesh, name) for name in tiny.MESHES if name != "d=8"}
-MESHES["p=2 d=2 t=2"] = lambda: make_mesh(jax.devices(), d=2, t=2, p=2)
-
 
 # ---- statistics ----------------------------------------------------------------------------------
 
@@ -71,17 +60,6 @@ def test_the_statistics_are_those_of_numpy(of_gradient):
         }
 
 
-@pytest.mark.quick
-def test_a_block_of_each_device_counts_once():
-    x = values()
-    mesh = tiny.mesh("r=2 d=2 t=2")
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(x, NamedSharding(mesh, P("d", None, "t")))
-        mapped = jax.shard_map(sums, in_specs=P("d", None, "t"), out_specs=P())
-        found = finished(np.asarray(jax.jit(mapped)(placed)).reshape(6, 1, 1))
-    assert found == {name: pytest.approx(value, rel=1e-6) for name, value in of_numpy(x).items()}
-
-
 # ---- points --------------------------------------------------------------------------------------
 
 
@@ -96,7 +74,7 @@ def stepped(name: str, **changes):
     """
     c = config(**changes)
     model = load_model(c.model)
-    with jax.set_mesh(MESHES[name]()):
+    with jax.set_mesh(tiny.mesh(name)):
         state, batch = tiny.state(c), tiny.place_batch(c)
         microscope = RunStatistics(trace_step(c, model), placement_of(c, model), {})
         found = microscope.collect(state, batch, np.int32(3))
@@ -181,41 +159,17 @@ def test_gradients_and_updates_are_those_of_the_step():
     assert np.sqrt(squares) == pytest.approx(metrics.grad_norm, rel=1e-5)
 
 
-OTHERS = [
-    ("p=2 d=2 t=2", {}),
-    ("r=2 d=2 t=2", {}),
-    ("d=4 t=2", {"loss_chunk": 8, "gather_weights": "step"}),
-]
-OTHERS += [("d=4 t=2", {"save": "nothing"})]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "changes"), OTHERS)
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [("p=2 d=2 t=2", {}), ("d=4 t=2", {"loss_chunk": 8, "gather_weights": "step"})],
+)
 def test_statistics_are_the_same_on_every_mesh_and_however_the_step_is_computed(mesh, changes):
     found, expected = stepped(mesh, **changes)[0], stepped("d=4 t=2")[0]
     for kind in ["points"] if changes else ["points", "weights"]:
         for a, b in zip(jax.tree.leaves(found[kind]), jax.tree.leaves(expected[kind]), strict=True):
             limit = 1e-3 if changes else 2e-4
             assert a == b if isinstance(a, str) else a == pytest.approx(b, rel=limit, abs=limit)
-
-
-def test_the_layers_of_a_period_are_layers():
-    """Two layers in one turn of the loop, which save at the same line."""
-
-    def per_device(x, w):
-        def layer(x, w):
-            return save_for_backward(jnp.tanh(x * w))
-
-        def period(x, pair):
-            for w in pair:
-                x = layer(x, w)
-            return x, None
-
-        return jax.grad(lambda x: jnp.sum(lax.scan(period, x, w)[0]))(x)
-
-    jaxpr = jax.make_jaxpr(per_device)(jnp.ones(4), jnp.ones((3, 2)))
-    (point,) = saved_points(jaxpr)
-    assert len(point.paths) == 2
 
 
 # ---- the step stays as it is ---------------------------------------------------------------------
