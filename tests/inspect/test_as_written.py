@@ -178,7 +178,7 @@ def test_an_edit_of_a_collective_is_found(edit):
 def test_the_training_step_is_as_written(mesh, settings):
     with jax.set_mesh(tiny.mesh(mesh)):
         step = tiny.step(tiny.config(**settings))
-        text = step.lower().compile().as_text()
+        text = step.lowered.compile().as_text()
     assert compared(step.jaxpr, step.mesh, text)[1] == []
 
 
