@@ -67,16 +67,6 @@ def test_integers_of_right_programs_are_inside_their_intervals():
             assert outside(traced(program, sizes), axes, args) == [], program
 
 
-def loops(n):
-    total = lax.fori_loop(0, 7, lambda i, s: s + 3 * i, 0)
-    down = lax.scan(lambda i, x: (i - 2, i * x), 9, jnp.arange(-3, 4))
-    until = lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 3, c[1]), (n, jnp.int32(20)))
-    nested = lax.fori_loop(
-        0, 3, lambda i, s: lax.fori_loop(0, 4, lambda j, s: jnp.minimum(s + i * j, 9), s), 0
-    )
-    return total, down, until, nested
-
-
 def arithmetic(n):
     x = jnp.arange(-5, 6) + n
     signs = jnp.sign(x), jnp.abs(x), -x, x**2, ~x, x.astype(jnp.uint8), x.astype(jnp.float32) / 3
@@ -107,11 +97,10 @@ def arithmetic(n):
     return signs, quotients, bits, extremes, sums, lookups
 
 
-@pytest.mark.parametrize("function", [loops, arithmetic])
-@pytest.mark.parametrize("n", [0, 2, 5])
-def test_integers_of_each_rule_are_inside_their_intervals(function, n):
+@pytest.mark.parametrize("n", [0, 5])
+def test_integers_of_each_rule_are_inside_their_intervals(n):
     n = np.int32(n)
-    assert outside(jax.make_jaxpr(function)(n), {}, [n]) == []
+    assert outside(jax.make_jaxpr(arithmetic)(n), {}, [n]) == []
 
 
 def undecided(function, *args, bounds=()):
@@ -130,39 +119,33 @@ THREE = np.int32(3)
     ("function", "texts"),
     [
         (lambda n: n < 5, ["lt: always true in what was run"]),
-        (lambda n: jnp.minimum(n, 9), ["min: always smaller in what was run"]),
-        (lambda n: lax.rem(n, jnp.int32(4)), ["rem: always smaller in what was run"]),
         (
             lambda n: lax.switch(n, [lambda: 1] * 5),
             ["clamp: always smaller in what was run", "cond: always 3 in what was run"],
         ),
         (lambda n: n + 2_147_483_640, ["add: 2,147,483,682 does not fit int32"]),
-        (lambda n: n < 100, []),
-        (lambda n: jnp.arange(64)[n], ["dynamic_slice: always 3 in what was run"]),
         (lambda n: jnp.zeros(64)[n], []),
         (lambda n: jnp.floor((n + 24) / 24), ["floor: always 1.0 in what was run"]),
-        (lambda n: lax.div(n + 24, jnp.int32(24)), ["div: always 1 in what was run"]),
-        (lambda n: (n * 0.25).astype(jnp.int32), ["astype: always 0 in what was run"]),
-        (lambda n: n | 31, ["or: always smaller in what was run"]),
-        (lambda n: n ^ 32, ["xor: always smaller in what was run"]),
         (lambda n: (n + jnp.arange(24)) // 24, []),
         (lambda n: jnp.arange(32)[n], ["dynamic_slice: always smaller in what was run"]),
-        (lambda n: jnp.arange(8) < 3, []),
+        (lambda n: n ^ 32, ["xor: always smaller in what was run"]),
     ],
 )
 def test_an_outcome_that_the_run_may_have_is_named(function, texts):
     assert undecided(function, THREE, bounds=[(0, 42)]) == texts
 
 
+def traced_on(devices, function):
+    """The jaxpr of a function of two rows a device, and its mesh."""
+    mesh = AbstractMesh((devices,), ("d",))
+    with jax.sharding.use_abstract_mesh(mesh):
+        mapped = jax.shard_map(function, in_specs=P("d"), out_specs=P("d"))
+        return jax.make_jaxpr(mapped)(jnp.ones(2 * devices)), {"d": devices}
+
+
 @pytest.mark.parametrize("differs", [False, True])
 def test_devices_that_may_decide_otherwise_must_have_done_so(differs):
-    def choose(x):
-        return lax.cond(x[0] > 0, lambda x: 2 * x, lambda x: x, x)
-
-    specs = P("d")
-    axes = {"d": 2}
-    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("d",))):
-        jaxpr = jax.make_jaxpr(jax.shard_map(choose, in_specs=specs, out_specs=specs))(jnp.ones(4))
+    jaxpr, axes = traced_on(2, lambda x: lax.cond(x[0] > 0, lambda x: 2 * x, lambda x: x, x))
     coverage = Coverage()
     machine = Machine(axes, coverage.observe)
     for sign in (1, -1):
@@ -172,15 +155,7 @@ def test_devices_that_may_decide_otherwise_must_have_done_so(differs):
     assert texts == ["cond: never different over d in what was run"] * (not differs)
 
 
-def test_a_choice_by_one_float_must_have_been_made_both_ways():
-    def choose(x):
-        return jnp.where(jnp.sum(x) > 1000, x, 2 * x)
-
-    texts = undecided(choose, np.ones(4, np.float32))
-    assert texts == ["gt: always false in what was run", "where: always 0 in what was run"]
-
-
-@pytest.mark.parametrize(("degree", "is_decided"), [(1, True), (2, True), (3, False)])
+@pytest.mark.parametrize(("degree", "is_decided"), [(2, True), (3, False)])
 def test_a_polynomial_in_the_index_of_a_device_needs_more_devices_than_its_degree(
     degree, is_decided
 ):
@@ -188,33 +163,9 @@ def test_a_polynomial_in_the_index_of_a_device_needs_more_devices_than_its_degre
         i = lax.axis_index("d")
         return x * functools.reduce(jnp.multiply, [i - n for n in range(degree)])
 
-    def trace(devices):
-        axes = {"d": devices}
-        with jax.sharding.use_abstract_mesh(AbstractMesh((devices,), ("d",))):
-            mapped = jax.shard_map(program, in_specs=P("d"), out_specs=P("d"))
-            return jax.make_jaxpr(mapped)(jnp.ones(2 * devices)), axes
-
     coverage = Coverage()
-    small, axes = trace(3)
+    small, axes = traced_on(3, program)
     machine = Machine(axes, coverage.observe)
     machine.run(small, [machine.whole(np.ones(6, np.float32))])
-    texts = coverage.undecided(*trace(8), small)
-    named = [text for text in texts if "a polynomial of so many degrees" in text]
-    assert bool(named) != is_decided
-
-
-@pytest.mark.parametrize(("least", "is_decided"), [(0, True), (5, False)])
-def test_positions_in_a_document_are_not_negative(least, is_decided):
-    """They count from the last start.
-
-    Any other number in its place may be larger than the position.
-    """
-
-    def program(starts):
-        place = jnp.arange(starts.shape[0])
-        return (place - lax.cummax(jnp.where(starts, place, least), axis=0)) >= 0
-
-    found = Intervals({})
-    interpret(jax.make_jaxpr(program)(jax.ShapeDtypeStruct((64,), bool)), found, [Interval(0, 1)])
-    (outcomes,) = [of for of in found.possible.values() if "true" in of[0]]
-    assert outcomes == [{"true"} if is_decided else {"true", "false"}]
+    texts = coverage.undecided(*traced_on(8, program), small)
+    assert any("a polynomial of so many degrees" in text for text in texts) != is_decided

@@ -166,8 +166,7 @@ def test_numbers_are_those_of_jax(function):
         )
 
 
-@pytest.mark.long
-@cases(RIGHT)
+@cases(RIGHT[::8])
 def test_numbers_on_a_mesh_are_those_of_jax(program):
     sizes = program.meshes[0]
     expected = jax.tree.leaves(run_by_jax(program, sizes))

@@ -10,7 +10,7 @@ import pytest
 
 from shardlib.exact.verdicts import find_in
 from shardlib.findings import Finding
-from tests.programs.corpus import RIGHT, WRONG
+from tests.programs.corpus import RIGHT, WRONG, is_at_its_line
 from tests.programs.program import Program, abstract_mesh, cases, distance, intended, run, traced
 
 EQUAL, DIFFERENT = 1e-4, 1e-2
@@ -18,6 +18,14 @@ EQUAL, DIFFERENT = 1e-4, 1e-2
 between."""
 UNDECIDED = {"callback that sorts local rows", "numbers by the rbg key of each row"}
 """Wrong programs that cannot be run."""
+NAMED_LATER = {
+    "array added to on each device",
+    "exchange on the first device alone",
+    "partial sums convolved with sharded features",
+    "repeated partial sum contracted",
+    "reversed on several devices",
+}
+"""Wrong programs of which another line is named first."""
 
 
 def test_each_program_has_its_name():
@@ -73,9 +81,15 @@ def test_right_programs_are_accepted():
     assert {program.name: text for program in RIGHT if (text := found(program))} == {}
 
 
+def is_named(program: Program) -> bool:
+    text = found(program)
+    file, _, line = text.partition(": ")[0].rpartition(":")
+    return bool(text) and is_at_its_line(program, file, int(line))
+
+
 @pytest.mark.long
-def test_wrong_programs_are_refused():
-    assert {program.name for program in WRONG if not found(program)} == set()
+def test_wrong_programs_are_refused_at_their_line():
+    assert {program.name for program in WRONG if not is_named(program)} <= NAMED_LATER
 
 
 def test_some_of_each_in_seconds():

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
@@ -39,10 +38,6 @@ def attention_in_blocks(x, w):
     return out / total
 
 
-def momentum(x):
-    return 0.9 * x[0] + (1 - 0.9) * x[1]
-
-
 def normalize(x):
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
 
@@ -54,22 +49,15 @@ def gradient_by_hand(x, g):
     return root * (g - normalized * jnp.mean(g * normalized, -1, keepdims=True))
 
 
-def powers(x):
-    a, b, c = jnp.exp(x[:, :3]).T
-    return jnp.stack([jnp.sqrt(a), b * b, lax.rsqrt(c) / c], 1)
-
-
 def of_positive(function):
     return lambda x: function(jnp.square(x) + 1)
 
 
 SAME = [
     (rms_norm, rms_norm_by_quotient, [X]),
-    (jax.nn.silu, lambda x: x / (1 + jnp.exp(-x)), [X]),
     (jax.nn.logsumexp, lambda x: jnp.log(jnp.exp(x - x[0, 0]).sum()) + x[0, 0], [X]),
     (jax.grad(jax.nn.logsumexp), lambda x: jnp.exp(x) / jnp.exp(x).sum(), [X]),
     (lambda x: jnp.cumsum(x, 0), lambda x: jnp.tril(jnp.ones((4, 4))) @ x, [X]),
-    (momentum, lambda x: x[0] + 0.1 * (x[1] - x[0]), [X]),
     (
         lambda x: x * jnp.exp(jnp.log(0.9) * jnp.arange(-2, 6)),
         lambda x: x * 0.9 ** jnp.arange(-2, 6),
@@ -81,54 +69,35 @@ SAME = [
         jax.grad(lambda x, w: attention_in_blocks(x, w).sum()),
         [X, W],
     ),
-    (lambda x: jnp.fft.fft(x).real, lambda x: jnp.real(jnp.fft.fft(x)), [X]),
-    (lambda x: x.astype(jnp.bfloat16).sum(0), lambda x: x.sum(0).astype(jnp.bfloat16), [X]),
     (jnp.linalg.solve, lambda w, x: jnp.linalg.solve(w, x), [W, W]),
 ]
 CHANGED = [
     (rms_norm, lambda x: rms_norm(x, 1.001e-5), [X]),
     (jax.nn.silu, jax.nn.gelu, [X]),
     (attention, lambda x, w: attention(x, w) + 1e-8 * x, [X, W]),
-    (attention, lambda x, w: jax.nn.softmax(x @ w @ x.T, 0) @ x, [X, W]),
     (lambda x: jnp.cumsum(x, 0), lambda x: jnp.cumsum(x, 0) - x, [X]),
-    (momentum, lambda x: x[0] + 0.11 * (x[1] - x[0]), [X]),
-    (lambda x: x.max(0), lambda x: x[0], [X]),
     (lambda x: x, lambda x: x.at[3, 7].set(0.0), [X]),
 ]
 
 
 ROOTS = [
     (jnp.abs, lambda x: jnp.sqrt(x * x)),
-    (jnp.abs, lambda x: jnp.sqrt(x**2)),
     (lambda x: 1 / jnp.abs(x), lambda x: lax.rsqrt(jnp.square(x))),
-    (jnp.square, lambda x: jnp.sqrt(x**4)),
     (jnp.linalg.norm, lambda x: jnp.linalg.norm(jnp.linalg.norm(x, axis=1))),
-    (jnp.linalg.norm, lambda x: jnp.hypot(jnp.linalg.norm(x[:2]), jnp.linalg.norm(x[2:]))),
     (lambda x: x * x + x[::-1] ** 2, lambda x: jnp.abs(x + 1j * x[::-1]) ** 2),
     (of_positive(lambda x: x), of_positive(lambda x: jnp.sqrt(x) ** 2)),
-    (of_positive(lambda x: 1 / x), of_positive(lambda x: lax.rsqrt(x) * lax.rsqrt(x))),
-    (of_positive(jnp.sqrt), of_positive(lambda x: x**0.5)),
     (of_positive(jnp.sqrt), of_positive(lambda x: x * lax.rsqrt(x))),
-    (of_positive(jnp.sqrt), of_positive(lambda x: x / jnp.sqrt(x))),
     (of_positive(jnp.sqrt), of_positive(lambda x: x**1.5 / x)),
     (of_positive(lax.rsqrt), of_positive(lambda x: jnp.sqrt(x) / x)),
     (of_positive(lax.rsqrt), of_positive(lambda x: x**-0.5)),
-    (of_positive(lambda x: x * jnp.sqrt(x)), of_positive(lambda x: x**1.5)),
-    (of_positive(lambda x: lax.rsqrt(x) / x), of_positive(lambda x: lax.rsqrt(x) ** 3)),
-    (lambda x: jnp.exp(x[:, :3]) ** jnp.array([0.5, 2.0, -1.5]), powers),
     (
-        of_positive(lambda x: jnp.sqrt(x) * jnp.sqrt(x + 1)),
-        of_positive(lambda x: jnp.sqrt(x * (x + 1))),
+        lambda x: jnp.exp(x[:, :2]) ** jnp.array([0.5, -1.5]),
+        lambda x: jnp.stack([jnp.exp(x[:, 0] / 2), lax.rsqrt(jnp.exp(x[:, 1])) ** 3], 1),
     ),
     (
         of_positive(lambda x: jnp.sqrt(x) / jnp.sqrt(x + 1)),
         of_positive(lambda x: jnp.sqrt(x / (x + 1))),
     ),
-    (
-        of_positive(lambda x: x * (x + 1)),
-        of_positive(lambda x: (jnp.sqrt(x) * jnp.sqrt(x + 1)) ** 2),
-    ),
-    (lambda x: x**2 / (jnp.mean(x * x, -1, keepdims=True) + 1e-5), lambda x: normalize(x) ** 2),
     (lambda x: jax.vjp(normalize, x)[1](jnp.sin(x))[0], lambda x: gradient_by_hand(x, jnp.sin(x))),
 ]
 
@@ -142,8 +111,6 @@ def test_squares_of_roots_are_the_numbers(function, other):
     ("function", "other"),
     [
         (lambda x: x, lambda x: jnp.sqrt(x * x)),
-        (jnp.linalg.norm, lambda x: jnp.linalg.norm(x, axis=1).sum()),
-        (of_positive(jnp.sqrt), of_positive(lambda x: -x * lax.rsqrt(x))),
         (of_positive(lambda x: x), of_positive(lambda x: jnp.sqrt(x) * jnp.sqrt(x + 1e-3))),
         (of_positive(lambda x: x**1.5), of_positive(lambda x: x**2.5)),
     ],
@@ -162,27 +129,9 @@ def test_slight_changes_are_not(function, other, args):
     assert not same(function, other, *args)
 
 
-def test_results_of_another_structure_are_an_error():
-    with pytest.raises(ValueError, match="whose results have the same structure"):
-        differences(lambda x: x, lambda x: (x, x), X)
-    assert [found.text for found in differences(lambda x: x, lambda x: x.T, X)] == [
-        "result 0 has another shape"
-    ]
-    assert differences(lambda x: (x, x), lambda x: (x, 2 * x), X)[0].result == 1
-
-
-def test_numpy_arrays_are_arguments_too():
-    assert same(lambda x: x + x, lambda x: 2 * x, np.ones(3, np.float32))
-
-
 def test_what_is_nan_on_all_inputs_is_not_decided():
-    with pytest.raises(
-        Undecided, match=r"^result 1: NaN in all inputs that were run, so nothing was compared$"
-    ):
-        same(lambda x: (x, jnp.log(-1 - x * x)), lambda x: (x, jnp.log(-2 - x * x)), X)
-    with pytest.raises(
-        Undecided, match=r"^result 0: 25% of 32 entries are NaN in all inputs that were run"
-    ):
+    problem = r"^result 0: 25% of 32 entries are NaN in all inputs that were run"
+    with pytest.raises(Undecided, match=problem):
         same(lambda x: x.at[0].set(jnp.nan), lambda x: x.at[0].multiply(jnp.nan), X)
     assert same(jnp.log, lambda x: 2 * jnp.log(jnp.sqrt(x)), X)
     assert not same(jnp.log, jnp.log2, X)
