@@ -61,13 +61,6 @@ def activation_before_the_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d M"
     return lax.psum(y, "t")
 
 
-@wrong("a value that is whole is added to a partial sum over t, 4 times in all")
-def bias_before_the_sum(x: f32["B/d F/t"], w: f32["F/t M"], b: f32["M"]) -> f32["B/d M"]:
-    y = x @ w
-    y = y + b  # here
-    return lax.psum(y, "t")
-
-
 @wrong("it is 2 times what one device computes: each device of d adds a value that is whole")
 def sum_over_one_axis_too_many(x: f32["B F/t"], w: f32["F/t M"]) -> f32["B M"]:
     y = x @ w
@@ -79,12 +72,6 @@ def sum_over_one_axis_too_many(x: f32["B F/t"], w: f32["F/t M"]) -> f32["B M"]:
 def mean_of_a_block_s_rows(x: f32["B/t M"]) -> f32["M"]:
     total = lax.psum(jnp.sum(x, axis=0), "t")
     return total / x.shape[0]  # here
-
-
-@wrong("it is 0.25 times what one device computes")
-def ones_of_a_block_counted(x: f32["L/t"]) -> f32["4"]:
-    ones = jnp.ones(x.shape[0])
-    return jnp.zeros(4).at[jnp.zeros(x.shape[0], jnp.int32)].add(ones)  # here
 
 
 @wrong(
@@ -140,11 +127,6 @@ def index_of_a_device_added(x: f32["B/d M"]) -> f32["B/d M"]:
 @wrong("result 0 is [t, d], and out_specs declares [d, t]")
 def transposed(w: f32["M/d N/t"]) -> f32["N/d M/t"]:
     return w.T  # here
-
-
-@wrong("result 0 is [whole, whole], and out_specs declares [whole, t]")
-def whole_value_returned_as_blocks(x: f32["B M"]) -> f32["B M/t"]:
-    return x + 1  # here
 
 
 @wrong("a device of the mesh runs this, and one device does not")

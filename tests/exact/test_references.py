@@ -31,11 +31,6 @@ def by_pallas(x):
     )(x)
 
 
-def by_named_pallas(x):
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return pl.pallas_call(center_in_place, out_shape=out, name="center", interpret=True)(x)
-
-
 def by_callback(x):
     return jax.pure_callback(center_on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
@@ -54,7 +49,6 @@ def center(x, dim=1):
 
 KERNELS = {
     "center_in_place": by_pallas,
-    "center": by_named_pallas,
     "center_on_host": by_callback,
     "centered": by_primitive,
 }

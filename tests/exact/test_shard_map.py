@@ -57,18 +57,17 @@ TRANSFORMS = {
 }
 
 
-def refusal(program, transform: str) -> str | None:
-    """What check says of a program under a transform; None if it accepts it."""
+def is_accepted(program, transform: str) -> bool:
     # JAX has no forward derivative of a custom_vjp. With check_vma=False it divides by devices
     # after the second one.
     is_forward = transform == "jvp" and "custom_vjp" in program.name
     if is_forward or (transform == "second derivative" and not program.vma):
-        return "not tried" if program.how else None
+        return not program.how
     try:
         check(TRANSFORMS[transform](program), *program.args, mesh=program.abstract())
-    except ShardError as error:
-        return str(error)
-    return None
+    except ShardError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 36), marks=pytest.mark.long)])
@@ -77,8 +76,8 @@ def test_programs_keep_their_verdict_under_a_transform(seeds):
     for seed in seeds:
         transform = list(TRANSFORMS)[seed % len(TRANSFORMS)]
         for program in draw(seed):
-            if (refusal(program, transform) is None) == bool(program.how) and (
-                # the sum of a gradient may undo what is wrong
+            # the sum of a gradient may undo what is wrong
+            if is_accepted(program, transform) == bool(program.how) and (
                 not program.how or program.differs(TRANSFORMS[transform])
             ):
                 mistakes.append(f"{transform} of {program.name} ({program.how or 'right'})")
@@ -189,47 +188,3 @@ def test_what_all_devices_have_is_added_to_a_partial_sum_as_parts(share, problem
     function = mapped(body, (BLOCKS, P("d")), P("d"), check_vma=False)
     with pytest.raises(ShardError, match=problem) if problem else contextlib.nullcontext():
         check(function, X, jax.ShapeDtypeStruct((8,), jnp.float32), mesh=MESH)
-
-
-# ---- a whole training step, as JAX programs are written
-
-
-def test_a_training_step():
-    """Of layers in shard_map, with a loss over a sharded vocabulary; the rest is outside."""
-
-    def mlp(x, up, down):
-        return lax.psum(jax.nn.gelu(x @ up) @ down, "t")
-
-    def cross_entropy(x, out, targets):
-        logits = x @ out
-        n = logits.shape[-1]
-        top = lax.pmax(lax.stop_gradient(logits).max(-1), "t")
-        normalizer = jnp.log(lax.psum(jnp.exp(logits - top[..., None]).sum(-1), "t")) + top
-        hit = jnp.arange(n) == (targets - lax.axis_index("t") * n)[..., None]
-        total = lax.psum((normalizer - lax.psum(jnp.where(hit, logits, 0).sum(-1), "t")).sum(), "d")
-        return total / (targets.size * lax.axis_size("d"))
-
-    def layer(x, w):
-        h = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-        return x + mapped(mlp, (P("d"), P(None, "t"), P("t")), P("d"))(h, w["up"], w["down"]), None
-
-    def loss(weights, tokens, targets):
-        x, _ = lax.scan(jax.checkpoint(layer), weights["embed"][tokens], weights["layers"])
-        of = mapped(cross_entropy, (P("d"), P(None, "t"), P("d")), P())
-        return of(x, weights["out"], targets)
-
-    @jax.jit
-    def step(weights, tokens, targets):
-        value, gradients = jax.value_and_grad(loss)(weights, tokens, targets)
-        return value, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
-
-    shapes = {
-        "embed": (32, 16),
-        "out": (16, 32),
-        "layers": {"up": (2, 16, 32), "down": (2, 32, 16)},
-    }
-    weights = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: type(x) is tuple
-    )
-    tokens = jax.ShapeDtypeStruct((8, 8), jnp.int32)
-    check(step, weights, tokens, tokens, mesh=MESH)

@@ -48,15 +48,6 @@ def parity(x: f32["B/d L"]) -> f32["B L"]:
     return lax.psum(whole, "d").reshape(-1, x.shape[1])
 
 
-def turns(x: f32["layers B/d L"]) -> f32["L"]:
-    def body(carry, y):
-        i, s = carry
-        y = y.sum(0)
-        return (i + 1, s + jnp.where(i < 2, lax.psum(y, "d"), lax.pmax(y, "d"))), None
-
-    return lax.scan(body, (0, jnp.zeros(x.shape[2])), x)[0][1]
-
-
 def counted(x: f32["layers B/d L"]) -> f32["B/d L"]:
     def body(carry):
         i, s = carry
@@ -87,7 +78,6 @@ WRONG = [
     late_in_a_table,
     one_turn,
     parity,
-    turns,
     counted,
     capacity,
     clamped_slice,

@@ -16,7 +16,6 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardlib.array_types import ArrayType
-from shardlib.shardtypes import bool_, dtype_name, f32, i32
 
 SIZES = {
     "B": 8,
@@ -33,7 +32,6 @@ SIZES = {
 }
 SIZES |= {"H": 8, "W": 8, "C": 4, "R": 8, "layers": 2, "stages": 8}
 """Size of each dim. Each but C, D and layers divides by eight devices."""
-DTYPES = {"f32": f32, "i32": i32, "bool_": bool_, "key": dtype_name("key")}
 BELOW = 16
 """Integers among the inputs are below this, which is the size of V."""
 MESHES = {1: ((2,), (4,)), 2: ((2, 2), (4, 2), (2, 4)), 3: ((2, 2, 2),)}
