@@ -93,6 +93,7 @@ def arithmetic(n):
         x.at[n].add(50),
         lax.dynamic_slice(x, (n,), (2,)),
         lax.cond(n > 1, lambda: 1, lambda: n),
+        lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 3, c[1]), (n, jnp.int32(20))),
     )
     return signs, quotients, bits, extremes, sums, lookups
 

@@ -42,15 +42,6 @@ def partial_sum_returned_as_blocks(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B
     return x @ w  # here
 
 
-@wrong("summed over t it is right")
-def partial_sum_in_each_layer(x: f32["B/d F/t"], w: f32["layers F/t M"]) -> f32["B/d M"]:
-    def layer(y, w):
-        z = x @ w  # here
-        return y + jnp.tanh(z), None
-
-    return lax.scan(layer, jnp.zeros((len(x), 16)), w)[0]
-
-
 @wrong(
     "operand 0 is a partial sum over t, used as if it were whole\n  remedy: Sum it first: "
     "jax.lax.psum(…, 't')."

@@ -71,6 +71,6 @@ def test_literals_are_the_simplest_fractions_that_round_to_them(dtype):
 
 def test_matmuls_are_exact():
     rng = np.random.default_rng(0)
-    a, b = (rng.integers(0, ring.MODULUS, shape, np.uint64) for shape in ((3, 700), (700, 2)))
+    a, b = (rng.integers(0, ring.MODULUS, shape, np.uint64) for shape in ((3, 700), (700, 500)))
     exact = (a.astype(object) @ b.astype(object)) % ring.MODULUS
     assert (ring.matmul(a, b) == exact.astype(np.uint64)).all()

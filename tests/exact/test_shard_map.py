@@ -137,10 +137,6 @@ PASSED = {  # a function, and what is wrong
     "carried by a loop": (carried, None),
     "what devices do not share": (lambda x: SUMMED(CLAIMED(x)), "do not make up what"),
     "a number": (lambda x: scaled(x, float(devices())), NUMBER),
-    "a number as a result": (
-        lambda x: (scaled(x, 1.0), float(devices())),
-        "result 1: 100% of 1 entries differ",
-    ),
     "a part that is summed": (lambda x: SUMMED(x.sum() / devices()), None),
     "a part that is not": (lambda x: mapped(jnp.sin, P(), P())(x.sum() / devices()), NUMBER),
 }

@@ -188,6 +188,10 @@ def test_numbers_that_sizes_give_are_one_program(function):
             lambda x, n: x * np.where(np.arange(n) < 32, 1.0, 2.0),
             "a constant that no product of sizes explains: (512,)",
         ),
+        (
+            lambda x, n: x.reshape(-1, max(n // 512, 1) if n > 100 else 2),
+            "one entry is another case",
+        ),
         (lambda x, n: x - x * 2 if n < 100 else x * 2 - x, "another operand"),
         (lambda x, n: jnp.sin(x) if n < 100 else jnp.cos(x), "another equation: cos (sin and sin"),
         (lambda x, n: lax.cumsum(x, reverse=n > 100), "reverse: True (False and False"),
@@ -208,3 +212,9 @@ def test_a_number_that_sizes_do_not_give_is_hardly_mistaken():
         for changed in (2 * n, 3 * n, n + 2):
             assert not monomials.explain((changed, *small)), (changed, *small)
     assert not monomials.explain((4098, 18, 30))
+
+
+def test_a_ring_of_two_stands_for_no_larger_one(monkeypatch):
+    real, small, _ = [at(ring, number, monkeypatch)[1] for number in range(3)]
+    dims, axes = ({name: of[:2] for name, of in sizes_of.items()} for sizes_of in (DIMS, AXES))
+    assert any("its own reverse" in text for text in sizes.compare([real, small], dims, axes))
