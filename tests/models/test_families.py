@@ -13,13 +13,8 @@ from shardwright.data.checks import check_ranges
 from shardwright.data.loader import TokenBatch
 from shardwright.huggingface import as_transformers_reads, families
 from shardwright.huggingface.check import mapping_of
-from shardwright.inspect.soundness import find_unsound
-from shardwright.modeling.model import load_model
-from shardwright.modeling.settings import RopeScaling
 from shardwright.models import family, gpt2
 from shardwright.program.mesh_choice import MeshChoice
-from shardwright.program.resume import read_weights
-from shardwright.program.step import trace_step
 from shardwright.tools import generate
 from tests.support import huggingface_models as models
 from tests.support import tiny, transformers_models
@@ -90,10 +85,9 @@ def test_logits_are_those_of_transformers(name, changes, one_device):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["GptOss", "DeepseekV3"])
-def test_a_greedy_text_is_that_of_transformers(name, tmp_path):
-    """Of DeepSeek with a RoPE that turns halves."""
-    model = theirs(name, **{"rope_interleave": False} if name == "DeepseekV3" else {})
+def test_a_greedy_text_is_that_of_transformers(tmp_path):
+    """With a RoPE that turns halves."""
+    model = theirs("DeepseekV3", rope_interleave=False)
     model.save_pretrained(tmp_path / "model")
     to_run(tmp_path / "model", tmp_path / "run", check=False)
     settings = generate.Settings(
@@ -143,15 +137,6 @@ def test_heads_for_further_tokens_are_left_out_by_name(tmp_path):
     )
 
 
-@pytest.mark.long
-def test_a_step_is_proved():
-    more = {"rotary_share": 0.5, "sinks": True, "out_bias": True, "n_q_per_kv": 4}
-    c = tiny.config(ours("Gemma3", layers=3, **more), batch_size=2, seq_len=8)
-    with tiny.abstract_mesh(dict.fromkeys("prdect", 1) | {"d": 2, "c": 2, "t": 2}):
-        found = find_unsound(trace_step(c, load_model(c.model)))
-    assert [str(finding) for finding in found] == []
-
-
 LINEAR = {"rope_type": "linear"}
 OF_ROPE = ("rope_type", "factor", "mscale", "partial_rotary_factor")
 
@@ -167,14 +152,7 @@ OF_ROPE = ("rope_type", "factor", "mscale", "partial_rotary_factor")
         ("Llama", {"model_type": "gemma"}, "model_type is 'gemma'; it can be llama, qwen3, mistr"),
         ("Llama", {"rope_type": "proportional"}, "rope_type is 'proportional'; it can be default"),
         ("Llama", LINEAR | {"factor": 4.0, "mscale": 0.7}, "mscale is 0.7"),
-        ("Llama", LINEAR, "Missing required keys in .*factor"),
-        ("Llama", LINEAR | {"factor": 0.5}, "rope_scaling.factor is .* at least 1"),
-        ("Llama", {"num_hidden_layers": 10**9}, r"model.layers is 1000000000; it must be at least"),
-        ("Llama", {"head_dim": 7}, "requires an even"),
-        ("Llama", {"rms_norm_eps": -1.0}, "norm_epsilon is -1.0; it must be at least 0"),
-        ("Llama", {"hidden_size": "32"}, "'hidden_size' expected int, got str"),
         ("GPT2", {"activation_function": "relu"}, "activation_function is 'relu', and this model"),
-        ("GPT2", {"n_inner": 100}, "n_inner is 100"),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window is True"),
         (
             "SmolLM3",
@@ -190,11 +168,6 @@ OF_ROPE = ("rope_type", "factor", "mscale", "partial_rotary_factor")
         ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("GptOss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
         ("Qwen3Next", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\], and this model has"),
-        (
-            "Qwen2Moe",
-            {"shared_expert_intermediate_size": 50},
-            "50, which is no multiple of moe_intermediate_size = 24",
-        ),
     ],
 )
 def test_other_math_is_refused_by_name(name, changes, message):
@@ -213,25 +186,6 @@ def test_other_math_is_refused_by_name(name, changes, message):
 
 
 @pytest.mark.parametrize(
-    ("changes", "becomes"),
-    [
-        ({"pretraining_tp": 2, "torch_dtype": "bfloat16", "some_setting": 1}, {}),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            {"rope_scaling": RopeScaling("linear", 2.0)},
-        ),
-        ({"rope_parameters": {"rope_theta": 9, "rope_type": "default"}}, {"rope_base": 9.0}),
-    ],
-)
-def test_what_does_not_change_the_logits_is_no_hindrance(changes, becomes):
-    c, w = imported("Llama")
-    config = config_of("Llama").to_dict() | changes
-    tensors = families.to_huggingface(w, c)[1]
-    found, _ = families.from_huggingface(as_transformers_reads(config), tensors)
-    assert found == dataclasses.replace(c, **becomes)
-
-
-@pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         (
@@ -239,28 +193,15 @@ def test_what_does_not_change_the_logits_is_no_hindrance(changes, becomes):
             {"norms": "after", "family": None},
             "model.norms is 'after'; qwen2 in transformers does not",
         ),
-        ("Mistral", {"full_every": 2}, "model.full_every is 2; mistral in transformers"),
         ("Mistral", {"family": "smollm3"}, "model.window is 5; smollm3 in transformers"),
         ("Olmo2", {"family": "llama"}, "model.family is 'llama'; it can be mistral, qwen2"),
         ("Mixtral", {"shared_experts": 1}, "model.shared_experts is 1; mixtral in transformers"),
-        ("Olmoe", {"sinks": True}, "model.sinks is True; olmoe in transformers"),
         ("DeepseekV3", {"correction_bias": False}, "correction_bias is False; deepseek_v3 in tran"),
     ],
 )
 def test_what_no_family_has_is_refused_by_name(name, changes, message):
     with pytest.raises(ValueError, match=message):
         families.to_huggingface(None, ours(name, **changes))
-
-
-def test_what_training_adds_to_experts_may_differ_from_the_checkpoint(one_device, tmp_path):
-    c = ours("Mixtral")
-    w = models.weights(c)
-    other = dataclasses.replace(c, pools=2, capacity_factor=1.0, balance_loss=0.1)
-    config = dataclasses.asdict(models.settings(other))
-    found, _ = read_weights(models.save(tmp_path / "run", w, c), w, config)
-    jax.tree.map(
-        np.testing.assert_array_equal, jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, w)
-    )
 
 
 @pytest.mark.parametrize(
@@ -280,17 +221,10 @@ def test_a_mesh_that_a_family_cannot_use_is_refused(name, mesh, message):
     ("name", "changes", "message"),
     [
         ("DeepseekV3", {"sinks": True}, "model.sinks is True, which latent attention does not hav"),
-        ("DeepseekV3", {"rotary_share": 0.5}, "model.rotary_share is 0.5, which latent attention"),
-        ("DeepseekV3", {"n_q_per_kv": 2}, "model.n_q_per_kv is 2; each head has a key of its own"),
-        ("DeepseekV3", {"d_turned": 98}, "d_turned is 98; it must be less than model.d_head"),
-        ("DeepseekV3", {"d_turned": 3}, "model.d_turned is 3, so RoPE would rotate 3 entries"),
         ("Phi3", {"rotary_share": 0.4}, "model.rotary_share is 0.4, so RoPE would rotate 1 entrie"),
         ("Qwen3Next", {"no_rope_every": 2}, "blocks of delta nets and attention are all alike"),
-        ("Qwen3Next", {"qkv_bias": True}, "model.gated and model.qkv_bias are both true"),
         ("Mistral", {"full_every": 2, "window": None}, "full_every is 2, but no layer has a wind"),
         ("Mistral", {"qk_norm": True, "qk_norm_all": True}, "both true"),
-        ("Mixtral", {"shared_scored": True}, "model.shared_experts is 0"),
-        ("Mistral", {"norms": "none"}, "model.norms is 'none'; choose one of before, after, both"),
     ],
 )
 def test_settings_that_contradict_each_other(name, changes, message):

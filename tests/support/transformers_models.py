@@ -33,6 +33,10 @@ YARN = {
     "rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "beta_fast": 8.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 24,
 }  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 4.0, "rope_theta": 100.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 24,
+}  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 KINDS = {
     "Llama": {},
@@ -81,6 +85,7 @@ KINDS = {
     },
     "Phi3": {"sliding_window": 5},
     "Llama yarn": {"rope_parameters": YARN, "head_dim": 16},
+    "Llama 3": {"rope_parameters": LLAMA3, "head_dim": 8},
     "Gemma3": {
         "sliding_window": 5, "head_dim": 8, "query_pre_attn_scalar": 11, "num_hidden_layers": 8,
         "sliding_window_pattern": 3, "final_logit_softcapping": 2.0, "tie_word_embeddings": True,
