@@ -7,9 +7,8 @@ import train
 from shardlib.shardtypes import f32, pytree_dataclass
 from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
 from shardwright.modeling.state import KeyValues
-from shardwright.modeling.weights import act
 
-DECAY, BACK = 0.9, 3
+DECAY = 0.9
 SIZES = {
     "vocab": 32,
     "d_model": 16,
@@ -81,45 +80,6 @@ class Delta(train.Llama):
         return super().layer(x, w, tokens, rule)
 
 
-# ---- a short convolution, whose state is its last inputs -----------------------------------------
-
-
-@pytree_dataclass
-class LastInputs:
-    last: act["B/b 3 K/t D"]
-
-
-def convolved(x, tokens):
-    """The sum of each position and of those up to BACK before it in its document, with falling
-    weights.
-    """
-
-    def before(n):
-        moved = jnp.pad(x[:, : x.shape[1] - n], ((0, 0), (n, 0), (0, 0), (0, 0)))
-        return jnp.where((tokens.positions >= n)[..., None, None], moved, 0)
-
-    return sum(before(n) / (n + 1) for n in range(BACK + 1)).astype(x.dtype)
-
-
-def convolution_step(last, x):
-    window = jnp.concatenate([last, x[:, None]], axis=1)
-    weights = 1 / jnp.arange(BACK + 1, 0, -1, dtype=x.dtype)
-    return jnp.einsum("bnkd,n->bkd", window, weights), window[:, 1:]
-
-
-class Convolution(train.Llama):
-    """A short convolution of the values instead of attention."""
-
-    State = LastInputs
-
-    def layer(self, x, w, tokens, attention):
-        def rule(q, k, v, _):
-            y = attention.recur("last", lambda v: convolved(v, tokens), convolution_step, v)
-            return (jax.nn.silu(q) * y[:, :, :, None]).astype(q.dtype)
-
-        return super().layer(x, w, tokens, rule)
-
-
 # ---- several states in a layer, or in a period of layers -----------------------------------------
 
 
@@ -167,4 +127,4 @@ class Alternating(Delta):
         return out, Memory(new)
 
 
-KINDS = {kind.__name__: kind for kind in (Delta, Convolution, Twice, Alternating)}
+KINDS = {kind.__name__: kind for kind in (Twice, Alternating)}

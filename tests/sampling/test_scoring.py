@@ -1,6 +1,7 @@
-"""Losses of given tokens against transformers."""
+"""Losses of given tokens against transformers, and the tasks of lm-eval during training."""
 
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 
 import train
 from shardwright.program.step import trace_step
-from shardwright.sampling import scoring
-from shardwright.sampling.scoring import POSITIONS, Scorer, log_likelihoods, pieces
+from shardwright.sampling import harness, samples, scoring
+from shardwright.sampling.scoring import Scorer, log_likelihoods, pieces
 from tests.support import rule_models, tiny
 from tests.support.transformers_models import exported
 
@@ -63,22 +64,15 @@ def test_padding_is_not_seen():
     np.testing.assert_allclose(next(padded).losses, next(exact).losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("sequence", "message"),
-    [
-        ([1], r"a sequence has 1 tokens; it must have 2 to 18"),
-        ([1] * 19, r"a sequence has 19 tokens"),
-        ([1, 64], r"a sequence has the token id 64; those of the model are 0 to 63"),
-    ],
-)
-def test_sequences_that_cannot_be_read(sequence, message):
+def test_a_token_that_the_model_does_not_have_is_refused():
+    message = r"a sequence has the token id 64; those of the model are 0 to 63"
     with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=message):
-        list(scorer(tiny.model()).losses(None, [sequence]))
+        list(scorer(tiny.model()).losses(None, [[1, 64]]))
 
 
 @pytest.mark.parametrize(
     ("context", "read"),
-    [(3, [2, 3, 4, 8, 9]), (4, [1, 2, 3, 4, 8, 9]), (5, [1, 2, 3, 4, 8, 9]), (1, [4, 8, 9])],
+    [(3, [2, 3, 4, 8, 9]), (5, [1, 2, 3, 4, 8, 9])],
 )
 def test_a_context_that_is_too_long_loses_its_start_alone(context, read):
     """A sequence has one token more than the five that have losses."""
@@ -104,13 +98,43 @@ def test_pieces_have_each_token_once():
         assert all(piece[0] == 0 and len(piece) <= 5 for piece in pieces(ids, 0, 4))
 
 
-def test_a_short_text_takes_no_memory_of_a_long_context(monkeypatch):
+# ---- tasks during training ----------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_tasks_without_lm_eval_are_an_error_before_the_first_step(monkeypatch):
+    monkeypatch.setattr(harness, "has_package", lambda name: False)
+    harness.check_tasks([])
+    with pytest.raises(
+        ValueError, match=r"training\.evals has 'arc', a task of lm-eval, which is not installed"
+    ):
+        harness.check_tasks(["arc"])
+
+
+@pytest.mark.quick
+def test_tasks_of_lm_eval_are_flattened_and_a_failure_is_an_entry(monkeypatch):
+    monkeypatch.setattr(samples, "check_tasks", lambda names: None)
+    monkeypatch.setattr(samples, "language_model", lambda *_: None)
+    monkeypatch.setattr(samples, "tokenizer_of_run", lambda data: None)
+    monkeypatch.setattr(samples, "Scorer", lambda *args, **options: object())
+    theirs = {
+        "arc": {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.1, "exact,strict": 0.25}
+    }
+
+    def found(model, names, limit):
+        if names == ["bad"]:
+            raise RuntimeError("no dataset\nmore")
+        return {"results": theirs}
+
+    monkeypatch.setattr(samples, "run_harness", found)
+    c, logged = tiny.config(evals=["bad", "arc"]), []
     with jax.set_mesh(tiny.mesh("one device")):
-        scorer, computed = Scorer(tiny.step(tiny.config()), train.cross_entropy, 2**17), []
-
-        def results(weights, part, rows, length):
-            return computed.append(rows * length) or np.zeros((2, rows, length))
-
-        monkeypatch.setattr(scorer, "_compute", results)
-        assert [len(scored.losses) for scored in scorer.losses(None, [[0, 1, 2]])] == [2]
-    assert computed[0] <= POSITIONS
+        given = {"step": tiny.step(c), "spec": train.SPEC, "placement": None}
+        run: Any = types.SimpleNamespace(**given, config=c, is_over=False, due=lambda *_: True)
+        log_event = lambda step, event, values: logged.append((event, values))  # noqa: E731
+        run.log = types.SimpleNamespace(log_event=log_event, flush=lambda: None)
+        tasks = samples.Tasks()
+        tasks.check(run)
+        tasks.after(0, types.SimpleNamespace(weights={}), None)
+    numbers = {"arc/acc": 0.5, "arc/acc_stderr": 0.1, "arc/exact,strict": 0.25}
+    assert logged == [("evals", numbers | {"failed": "bad: RuntimeError: no dataset"})]
