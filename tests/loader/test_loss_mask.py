@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.data.loader import DataConfig, StreamConfig, flat, make_loader
+from shardwright.data.loader import DataConfig, StreamConfig, make_loader
 
 pytestmark = pytest.mark.quick
 
@@ -70,23 +70,6 @@ def test_targets_are_the_answers(data, packed):
     plain = DataConfig(filespec=data.filespec)
     states = [make_loader(x, "train", 2, LENGTH).state(0) for x in (data, plain)]
     assert states[0] != states[1]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("length", [8, LENGTH])
-def test_targets_are_counted(data, packed, length, monkeypatch):
-    """With 8 tokens, the answers of no chat are reached. Of many sequences, the first are
-    counted.
-    """
-    rows = rows_of([*map(expected, CHATS)], length, packed)
-    config = dataclasses.replace(data, sequence_packing=packed)
-    loader = make_loader(config, "train", 2, length)
-    counts = [sum(answer for _, answer in row) for row in rows]
-    assert loader.count_targets().tolist() == counts
-    monkeypatch.setattr(flat, "MOST_COUNTED", 2 * length)
-    assert loader.count_targets().tolist() == counts[:2]
-    plain = make_loader(DataConfig(filespec=data.filespec), "train", 2, length)
-    assert plain.count_targets() is None
 
 
 def test_a_mask_that_is_not_there_is_refused(data):
