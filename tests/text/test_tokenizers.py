@@ -61,9 +61,6 @@ def test_another_format_is_converted_by_transformers(tmp_path, texts):
     oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = [oracle(text, split_special_tokens=True)["input_ids"] for text in texts]
     assert split(tokenizer.encode(texts)) == expected
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"empty has no tokenizer\.json"):
-        open_tokenizer("huggingface", str(tmp_path / "empty"))
 
 
 def by_definition(tokenizer, texts):
@@ -127,7 +124,7 @@ def test_gigatoken_and_characters_that_it_takes_for_others(
     assert split(tokenizer.encode(documents)) == by_definition(tokenizer, documents)
 
 
-@pytest.mark.parametrize("wrong", ["nothing", "a probe", "a document"])
+@pytest.mark.parametrize("wrong", ["a probe", "a document"])
 def test_another_encoder_is_compared_with_tokenizers(wrong, texts, bpe, monkeypatch):
     """One that differs on a probe is not used; one that differs on a document later stops the
     program.
@@ -149,17 +146,13 @@ def test_another_encoder_is_compared_with_tokenizers(wrong, texts, bpe, monkeypa
     other = SimpleNamespace(Tokenizer=SimpleNamespace(from_json=from_json))
     monkeypatch.setitem(sys.modules, "gigatoken", other)
     fast_encoder.cache_clear()
-    expected, length = by_definition(tokenizer, texts), sum(map(len, texts))
-    monkeypatch.setattr(text_tokenizers, "FAST_FROM", length + 1)
-    assert split(tokenizer.encode(texts)) == expected
-    assert used == []  # too little text
-    monkeypatch.setattr(text_tokenizers, "FAST_FROM", length)
+    monkeypatch.setattr(text_tokenizers, "FAST_FROM", 0)
     if wrong == "a document":
         message = r"gigatoken gives other ids .* pip uninstall gigatoken"
         with pytest.raises(ValueError, match=message):
             tokenizer.encode(texts)
     else:
-        assert split(tokenizer.encode(texts)) == expected
+        assert split(tokenizer.encode(texts)) == by_definition(tokenizer, texts)
     assert (texts[0] in used) == (wrong != "a probe")
     fast_encoder.cache_clear()
 
@@ -223,54 +216,6 @@ def test_possessive_counts_split_as_in_tiktoken(pattern):
         assert translated.encode(text).ids == encoding.encode_ordinary(text)
 
 
-def test_a_long_run_of_spaces_on_which_tiktoken_overflows():
-    """The tokens are as in a shorter run, of which tiktoken tells them: two for each pair, and the
-    text comes back.
-    """
-    encoding, definition = small(BYTES | {b"\n\n": 256}, r"\p{L}+|[^\s\p{L}]+|\s+(?!\S)|\s")
-    tokenizer = Tokenizer(definition, encoding=encoding)
-
-    def expected(count):
-        return [ord("a"), *[256] * count, ord("\n"), ord("b")]
-
-    texts = ["a" + "\n" * n + "b" for n in (1_000_001, 1001)]
-    assert encoding.encode_ordinary(texts[1]) == expected(500)
-    with pytest.raises(BaseException, match="StackOverflow"):
-        encoding.encode_ordinary(texts[0])
-    assert split(tokenizer.encode(texts)) == [expected(500_000), expected(500)]
-
-
-def test_a_document_that_cannot_be_tokenized_is_named(monkeypatch):
-    class Overflows:
-        def encode_to_numpy(self, text, **_):
-            raise RuntimeError("overflow")
-
-        def encode_batch_fast(self, texts, **_):
-            raise RuntimeError("no memory")
-
-    monkeypatch.setattr(text_tokenizers, "load_definition", lambda _: Overflows())
-    message = r"the one of 4 characters that begins 'a⏎ b': no memory"
-    with pytest.raises(ValueError, match=message + ". Split it or remove"):
-        Tokenizer("{}", encoding=Overflows()).encode(["a\n b"])
-    with pytest.raises(ValueError, match=message):
-        Tokenizer("{}").encode(["", "a\n b"])
-
-
-def test_tiktoken_names_that_are_not_there(monkeypatch):
-    tiktoken = pytest.importorskip("tiktoken")
-
-    def fail(name):
-        raise ConnectionError("no route to host")
-
-    message = r"tokenizer.name is 'cl100k'; choose one of .*cl100k_base"
-    with pytest.raises(ValueError, match=message):
-        open_tokenizer("tiktoken", "cl100k")
-    monkeypatch.setattr(tiktoken, "get_encoding", fail)
-    message = r"cannot load the encoding 'cl100k_base': no route to host\. Check the connection"
-    with pytest.raises(ValueError, match=message):
-        open_tokenizer("tiktoken", "cl100k_base")
-
-
 def test_truncation_and_padding_of_a_tokenizer_are_ignored(bpe, texts):
     tokenizers = pytest.importorskip("tokenizers")
     changed = tokenizers.Tokenizer.from_str(bpe)
@@ -283,7 +228,6 @@ def test_a_damaged_definition(tmp_path, bpe):
     wrong = {
         b'{"model": 3}': "tokenizer.json: model is 3; it must be an object",
         bpe[: len(bpe) // 2].encode(): "tokenizer.json is not JSON",
-        b'{"x": 1}': "tokenizer.json: model is missing; it must be an object",
         b'{"model": {"vocab": {"a": 1e9}}}': "`tokenizers` cannot read the tokenizer.json",
         b'{"model": {"dropout": 0.1}}': "model.dropout is 0.1, so a text would have different ids",
         b"\xff\xfe": "tokenizer.json cannot be read: it is not UTF-8",
@@ -292,8 +236,3 @@ def test_a_damaged_definition(tmp_path, bpe):
         (tmp_path / "tokenizer.json").write_bytes(content)
         with pytest.raises(ValueError, match=message):
             open_tokenizer("huggingface", str(tmp_path))
-    with pytest.raises(ValueError, match=r"no file '.*other.json'"):
-        open_tokenizer("huggingface", str(tmp_path / "other.json"))
-    message = r"`tokenizers` cannot read the tokenizer.json: .* Download or write it again"
-    with pytest.raises(ValueError, match=message):
-        load_definition('{"model": {"type": "none"}}')
