@@ -1,17 +1,15 @@
 """Datasets behind URLs read as on disk; what is missing or damaged shows when they are opened."""
 
 import json
-import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import zarr
 
 from shardwright.data import flat_tokens
 from shardwright.data.flat_tokens import Reader, Writer, reader
-from shardwright.data.loader import DataConfig, FlatTokensLoader, flat, prefetch
+from shardwright.data.loader import DataConfig, FlatTokensLoader
 from tests.support.numpy_checks import check_modules
 from tests.support.s3_server import Huge, S3Server
 
@@ -55,30 +53,6 @@ def upload(server, folder, name):
     for path in folder.rglob("*"):
         if path.is_file():
             server.objects[f"/bucket/{name}/{path.relative_to(folder)}"] = path.read_bytes()
-
-
-@pytest.mark.long
-def test_slow_answers_overlap(dataset, server, monkeypatch):
-    """Twenty batches of 16 requests at 30 ms each take 10 s one after the other."""
-    upload(server, dataset, "d")
-    server.delay = 0.03
-    monkeypatch.setattr(flat, "CACHE_BYTES", 0)
-    local, loader = (
-        FlatTokensLoader(DataConfig(filespec=path), "train", 16, SEQ_LEN)
-        for path in (str(dataset), f"{server.url}/bucket/d")
-    )
-    here, there = (one.sources[None].dataset for one in (local, loader))
-    assert (here.attributes, here.fingerprint) == (there.attributes, there.fingerprint)
-
-    def load(step):
-        return loader.sequences(step, np.arange(16))
-
-    start = time.perf_counter()
-    with prefetch(load, 0, 20, 8, loader.parallel_loads) as batches:
-        for step, batch in enumerate(batches):
-            expected = local.sequences(step, np.arange(16))
-            jax.tree.map(np.testing.assert_array_equal, batch, expected)
-    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.long
