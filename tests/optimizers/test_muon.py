@@ -4,7 +4,6 @@ On every mesh: tests/train/test_oracles.py.
 """
 
 import collections
-import dataclasses
 import re
 
 import jax
@@ -50,7 +49,7 @@ def with_singular_values(values, shape, seed=0):
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "tolerance"),
-    [((48, 48), "float32", 1e-5), ((32, 96), "float32", 1e-5), ((96, 32), "bfloat16", 0.1)],
+    [((32, 96), "float32", 1e-5), ((96, 32), "bfloat16", 0.1)],
 )
 def test_newton_schulz_keeps_singular_vectors_and_evens_out_singular_values(
     shape, dtype, tolerance
@@ -165,14 +164,6 @@ def test_stacks_of_any_kind():
         bias=Weight((24,), "vector"),
     )
     assert_optaxs(config(), table, "c=2 d=2 t=2")
-
-
-def test_a_matrix_without_inputs_is_refused():
-    table = dataclasses.replace(train.Llama(tiny.model()).table, final_norm=Weight((32,), "matrix"))
-    with pytest.raises(
-        ValueError, match=r"final_norm is to be updated by muon, .* but its Weight counts 0 dims"
-    ):
-        updated_on("one device", muon_update(config(), table), fresh_state(table), table)
 
 
 # ---- communication -------------------------------------------------------------------------------

@@ -25,15 +25,6 @@ def forgets(state, g, step, rate, c, updates):
     """An optimizer without its `return`."""
 
 
-def forgets_loss(logits, targets, c):
-    """A loss without its `return`."""
-
-
-def by_another_train(*arguments):
-    """Calls AdamW of another copy of train.py."""
-    return importlib.import_module("shardwright.train").adamw(*arguments)
-
-
 def halved(logits, targets, c):
     """Half of the cross-entropy."""
     return 0.5 * train.cross_entropy(logits, targets.ids)
