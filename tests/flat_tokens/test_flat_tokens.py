@@ -1,4 +1,4 @@
-"""The dataset format, against zarr-python and numpy."""
+"""The dataset format, against zarr-python and numpy, on disk and behind URLs."""
 
 import json
 import runpy
@@ -13,9 +13,10 @@ import zarr
 
 from shardwright.data import flat_tokens
 from shardwright.data.flat_tokens import Reader, Writer
+from shardwright.data.loader import DataConfig, FlatTokensLoader
 from shardwright.data.text.files import find_files
 from tests.support.numpy_checks import check_modules
-from tests.support.tokenization import tree
+from tests.support.s3_server import S3Server
 
 check_modules(flat_tokens)
 
@@ -117,15 +118,6 @@ def test_reads_datasets_of_seqax():
     np.testing.assert_array_equal(np.flatnonzero(flat_tokens.decode(tokens)[1]), starts[:-1])
 
 
-@pytest.mark.parametrize("ids", [[0] * 1000, [2**31 - 1, 7]])
-def test_zeros_are_data_and_so_is_the_largest_id(tmp_path, small_chunks, ids):
-    """A chunk of zeros is stored like another: only so can a missing chunk be an error."""
-    write(tmp_path / "d", [(np.array(ids), np.array([len(ids)]))])
-    reader = Reader(str(tmp_path / "d"), "train")
-    assert reader.max_token_id == max(ids)
-    assert flat_tokens.decode(read_whole(reader))[0].tolist() == ids
-
-
 @pytest.mark.parametrize(
     ("ids", "lengths", "message"),
     [
@@ -155,38 +147,14 @@ def test_interrupted_writer_leaves_no_dataset(tmp_path, small_chunks):
     assert not (path / "train/encoded_tokens/c/2").exists()
 
 
-def test_a_resumed_writer_leaves_the_same_files(tmp_path, small_chunks):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    parts = [random_documents(np.random.default_rng(seed), 30) for seed in range(5)]
-    write(whole, parts)
-    first = Writer(str(killed), "train")
-    for part in parts[:2]:
-        first.append(*part)
-    first.save({"part": 2})
-    first.append(*random_documents(np.random.default_rng(9), 99))  # after the state: written again
-    with pytest.raises(ValueError, match="killed/train is incomplete"):
-        opened(killed)
-    assert Writer(str(killed), "train", resume=True).place == {"part": 2}
-    write(killed, parts[2:], resume=True)
-    assert tree(killed) == tree(whole)
-
-
 def edit_json(path, change):
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
 
 
-def truncate(path, num_bytes):
-    path.write_bytes(path.read_bytes()[:num_bytes])
-
-
 DAMAGES = {
-    "missing starts": (
-        lambda d: shutil.rmtree(d / "seq_starts"),
-        "array train/seq_starts is missing",
-    ),
-    "broken marker": (lambda d: truncate(d / "zarr.json", 20), "is not JSON"),
+    "broken marker": (lambda d: (d / "zarr.json").write_text("{"), "is not JSON"),
     "shorter array": (
         lambda d: edit_json(d / "encoded_tokens/zarr.json", lambda j: j.update(shape=[600])),
         "is damaged: its attribute num_tokens is 700, not 600",
@@ -221,6 +189,76 @@ def test_corrupt_byte_is_noticed(tmp_path, small_chunks):
         shard.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         with pytest.raises(ValueError, match=message):
             opened(tmp_path / "d").read(np.array([256]), np.array([256]))
+
+
+# ---- many files of tokens, also at a URL ---------------------------------------------------------
+
+PARTS = [(np.random.default_rng(0).integers(0, 1000, 2702), np.full(386, 7))]
+
+
+@pytest.fixture
+def dataset(tmp_path, small_chunks):
+    """Eleven files of tokens, 256 in each but the last, in documents of 7 tokens."""
+    write(tmp_path / "d", PARTS)
+    return tmp_path / "d"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with S3Server() as found:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", found.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        yield found
+
+
+def upload(server, folder, name):
+    for path in folder.rglob("*"):
+        if path.is_file():
+            server.objects[f"/bucket/{name}/{path.relative_to(folder)}"] = path.read_bytes()
+
+
+@pytest.mark.long
+def test_an_s3_server_of_ones_own(dataset, server):
+    """As AWS_ENDPOINT_URL names it: written there, read there, and seqax's too; what is missing is
+    named.
+    """
+    write("s3://bucket/of/d", PARTS)
+    upload(server, SEQAX, "seqax")
+    for there, here in ("s3://bucket/of/d", dataset), ("s3://bucket/seqax", SEQAX):
+        one, other = opened(there), opened(here)
+        assert one.fingerprint == other.fingerprint
+        documents = np.array([0, 3, other.num_documents - 1])
+        for found, right in zip(*(x.document_spans(documents) for x in (one, other)), strict=True):
+            np.testing.assert_array_equal(found, right)
+    with pytest.raises(ValueError, match="No flat-tokens split at s3://bucket/none/train"):
+        opened("s3://bucket/none")
+
+
+def spoil_index(path):
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, spoil_index])
+def test_damage_in_the_middle_shows_at_opening(dataset, damage):
+    opened(dataset)
+    damage(dataset / "train/encoded_tokens/c/5")
+    named = r"cannot read tokens 255 to 2701; a file is missing, .* corrupt: .*encoded_tokens/c/5\""
+    with pytest.raises(ValueError, match=named):
+        opened(dataset)
+
+
+def test_ids_beyond_what_the_dataset_states(dataset):
+    edit_json(dataset / "train/zarr.json", lambda j: j["attributes"].update(max_token_id=500))
+    loader = FlatTokensLoader(DataConfig(filespec=str(dataset)), "train", 32, 10, vocab_size=501)
+    message = r"holds the token id 9.., but its attribute max_token_id is 500"
+    with pytest.raises(ValueError, match=message):
+        loader.sequences(0, np.arange(32))
+
+
+# ---- which dataset it is -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["written again", "moved in"])
@@ -290,18 +328,15 @@ def test_examples_of_the_documentation(tmp_path, monkeypatch):
 def write_tokens(path, ids, kind):
     """Writes token ids as another trainer does."""
     header = np.zeros(256, "<i4")
-    header[:3] = {"llm.c": 20240520, "llm.c, Llama 3": 20240801}.get(kind, 0), 1, ids.size
-    dtype = {"llm.c, Llama 3": "<u4", "Megatron-LM": "<i4"}.get(kind, "<u2")
-    if kind == "NumPy":
-        np.save(path.with_suffix(".npy"), ids.astype(dtype))
-        return path.with_suffix(".npy")
-    path.write_bytes((header.tobytes() if "llm.c" in kind else b"") + ids.astype(dtype).tobytes())
+    header[:3] = 20240520, 1, ids.size
+    dtype = "<i4" if kind == "Megatron-LM" else "<u2"
+    path.write_bytes((header.tobytes() if kind == "llm.c" else b"") + ids.astype(dtype).tobytes())
     if kind == "Megatron-LM":
         path.with_suffix(".idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 1, 1))
     return path
 
 
-@pytest.mark.parametrize("kind", ["nanoGPT", "llm.c", "llm.c, Llama 3", "Megatron-LM", "NumPy"])
+@pytest.mark.parametrize("kind", ["nanoGPT", "llm.c", "Megatron-LM"])
 def test_token_files_of_other_trainers(tmp_path, monkeypatch, kind):
     """The documents between separators, over the ends of files; unconverted, a file is refused with
     the way.

@@ -6,7 +6,6 @@ As a program it prints its port: python -m tests.support.s3_server
 import re
 import sys
 import threading
-import time
 import urllib.parse
 from xml.sax.saxutils import escape
 
@@ -21,7 +20,6 @@ class S3Server(LocalServer):
 
     Attributes:
         objects: contents by path.
-        delay: seconds before each answer.
     """
 
     # If the queue is full, a connection is tried again after a second.
@@ -30,7 +28,6 @@ class S3Server(LocalServer):
     def __init__(self, port: int = 0):
         super().__init__(_Handler, port)
         self.objects: dict[str, bytes] = {}
-        self.delay = 0.0
         self.lock = threading.Lock()
 
 
@@ -60,7 +57,6 @@ class _Handler(SilentHandler):
         parts = urllib.parse.urlsplit(self.path)
         path, query = urllib.parse.unquote(parts.path), dict(urllib.parse.parse_qsl(parts.query))
         objects = self.server.objects
-        time.sleep(self.server.delay)
         with self.server.lock:
             self.server.requests.append((self.command, path))
             if self.command == "PUT":
