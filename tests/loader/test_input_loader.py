@@ -22,7 +22,7 @@ from shardwright.data.loader import (
     order,
     prefetch,
 )
-from shardwright.data.text.tokenizers import ByteLengths, open_tokenizer
+from shardwright.data.text.tokenizers import open_tokenizer
 from tests.support import tiny
 from tests.support.numpy_checks import check_modules
 
@@ -222,30 +222,6 @@ def test_prefetch_raises_where_the_error_belongs():
             next(batches)
 
 
-def test_prefetch_works_ahead_by_its_depth_and_settles():
-    """No load runs once it has settled, and none begins before the next batch is taken."""
-    begun, done = [], []
-
-    def load(step):
-        begun.append(step)
-        time.sleep(0.02)
-        done.append(step)
-        return step
-
-    with prefetch(load, 0, 10**9, 4) as batches:
-        for used in range(2):
-            batches.settle()
-            assert begun == done == [*range(used + 4)]
-            time.sleep(0.05)
-            assert len(begun) == used + 4
-            assert next(batches) == used
-    # Loads that are cancelled never end: nothing waits for them.
-    settled = threading.Thread(target=batches.settle, daemon=True)
-    settled.start()
-    settled.join(5)
-    assert not settled.is_alive()
-
-
 @pytest.mark.parametrize("packing", [True, False])
 def test_bytes_are_those_of_the_targets(tmp_path, packing, monkeypatch):
     """Neither padding nor an end token counts as text."""
@@ -266,8 +242,3 @@ def test_bytes_are_those_of_the_targets(tmp_path, packing, monkeypatch):
         parts.append(loader.text(1).utf8_bytes)
     monkeypatch.undo()
     assert sum(parts) == whole > max(parts)
-    # of a tokenizer whose id 0 is text
-    loader.byte_lengths = ByteLengths(np.ones(259, np.int64), 0)
-    assert loader.text(1).utf8_bytes == batch.loss_mask.sum()
-    unknown = FlatTokensLoader(DataConfig(filespec=SYNTHETIC), "train", 4, 64)
-    assert unknown.text(0).utf8_bytes is None

@@ -134,20 +134,6 @@ def test_run_length(filespecs):
         steps_for(loader, steps=1, tokens=5)
 
 
-def test_passes_over_the_sources(filespecs):
-    """web and code take turns: after 1024 sequences, 512 of each, of 300 and 7.
-
-    Read on with other weights after 64.
-    """
-    first = make_loader(data(filespecs, {"web": 1, "code": 1}), "train", 16, SEQ_LEN)
-    assert first.passes(64) == {"web": Fraction(512, 300), "code": Fraction(512, 7)}
-    others = data(filespecs, {"web": 3, "books": 1})
-    later = make_loader(others, "train", 16, SEQ_LEN, after=first, first=64)
-    of_web, of_books = Fraction(512 + 768, 300), Fraction(256, 50)
-    assert later.passes(128) == {"web": of_web, "books": of_books, "code": Fraction(512, 7)}
-    assert later.num_tokens == 350 * SEQ_LEN
-
-
 SKIPS = [skips for count in range(6) for skips in itertools.combinations(range(5), count)]
 
 
