@@ -9,20 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.data.flat_tokens import Reader
 from shardwright.data.loader import DataConfig, FlatTokensLoader, SourceConfig
 from shardwright.data.text import definitions
 from shardwright.data.text import tokenizers as module
 from shardwright.data.text.tokenizers import (
     Tokenizer,
     byte_lengths,
-    byte_lengths_of_datasets,
 )
 from shardwright.tools import huggingface_to_flat_tokens as tool
 from shardwright.tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 from tests.support.numpy_checks import check_modules
 from tests.support.tokenization import PROBES
-from tests.support.written_datasets import write
 
 check_modules(module)
 
@@ -83,16 +80,6 @@ STRIP = [{"type": "NFC"}, {"type": "StripAccents"}]
 )
 def test_tokens_that_do_not_spell_the_text(bpe, changes):
     assert byte_lengths(Tokenizer(changed(bpe, **changes))) is None
-
-
-def test_no_damage_ends_a_run(tmp_path):
-    without = write(tmp_path / "none", attributes={})
-    assert byte_lengths_of_datasets(Reader(without, "train")) is None
-    path = write(tmp_path / "d", attributes={"tokenizer": {"kind": "huggingface"}})
-    assert byte_lengths_of_datasets(Reader(path, "train")) is None
-    for content in ("", "{}", "[]", '{"model": 3}', '{"model": {"vocab": {}}, "normalizer": "x"}'):
-        (tmp_path / "d/tokenizer.json").write_text(content)
-        assert byte_lengths_of_datasets(Reader(path, "train")) is None
 
 
 @pytest.mark.parametrize("kind", ["train_bpe"])

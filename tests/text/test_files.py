@@ -7,22 +7,13 @@ import os
 import fsspec
 import pytest
 
-from shardwright.data.text.files import find_files, kind_of
+from shardwright.data.text.files import find_files
 from shardwright.data.text.sources import Files, documents, open_text
 
 POINTERS = {
     "git lfs pull": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
     "git annex get": b"/annex/objects/SHA256E-s12345--4d7a.jsonl\n",
 }
-
-
-def test_the_end_of_a_name_says_the_kind():
-    names = {"a.json": "json", "a.jsonl.gz": "jsonl", "a.jsonl.parquet": "parquet"}
-    names |= {"b.txt.csv": "csv", "A.TXT": "text"}
-    none = "c.md a.jsonl.zip a.txt~ a.txt.bak b.txt.swp f.txt.html inputrc.arrows part.json.001.gz"
-    names |= dict.fromkeys(none.split())
-    assert {name: kind_of(f"d.json/{name}") for name in names} == names
-    assert kind_of("https://host/a.jsonl.gz?download=true") == "jsonl"
 
 
 @pytest.fixture

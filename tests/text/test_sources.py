@@ -148,21 +148,6 @@ def test_bad_rows_are_left_out_and_reported(tmp_path, capsys):
             list(sources.blocks("here", open_files(files), "text", None, most))
 
 
-def test_places_count_bad_rows(tmp_path):
-    rows = ['{"text": "%s"}' % ("x" * 100) if i % 3 else "{" for i in range(60)]
-    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
-
-    def read(place):
-        data = open_files([str(tmp_path / "a.jsonl")])
-        return list(sources.blocks("here", data, "text", place, 20))
-
-    whole = read(None)
-    assert len(whole) > 5
-    assert whole[-1][1]["bad_rows"] == 20
-    for i, (_, place) in enumerate(whole):
-        assert read(json.loads(json.dumps(place))) == whole[i + 1 :]
-
-
 @pytest.mark.parametrize(
     ("suffix", "separator"), [("", "<|endoftext|>"), (".gz", "\n\n"), ("", "é")]
 )

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shardwright.data.text import agreement, definitions
+from shardwright.data.text import definitions
 from shardwright.data.text import tokenizers as text_tokenizers
 from shardwright.data.text.definitions import load_definition
 from shardwright.data.text.tokenizers import Tokenizer, fast_encoder, open_tokenizer
@@ -77,15 +77,6 @@ def gigatoken(monkeypatch):
     monkeypatch.setattr(text_tokenizers, "FAST_FROM", 0)
 
 
-def test_gigatoken_gives_the_ids_of_tokenizers(gigatoken, texts, bpe):
-    tokenizer = Tokenizer(bpe)
-    assert fast_encoder(tokenizer) is not None
-    texts = [*texts, "", "".join(tokenizer.special)]
-    assert split(tokenizer.encode(texts)) == by_definition(tokenizer, texts)
-    with pytest.raises(ValueError, match="cannot be tokenized"):
-        tokenizer.encode(["\ud800"])
-
-
 ADDED = {
     "plain": [("<tool>", {})],
     "single word": [("<tool>", {"single_word": True})],
@@ -108,52 +99,24 @@ def test_gigatoken_and_tokens_added_to_text(gigatoken, case, bpe):
     assert (fast_encoder(tokenizer) is not None) == (case == "plain")
 
 
-@pytest.mark.parametrize(("normalizer", "assigned"), [(None, True), ({"type": "NFC"}, False)])
-def test_gigatoken_and_characters_that_it_takes_for_others(
-    gigatoken, normalizer, assigned, texts, monkeypatch
-):
-    """CJK's extension J are letters in newer versions of Unicode: "!" and one are a word or two."""
-    if assigned:  # as in a Python that knows them
-        monkeypatch.setattr(agreement.unicodedata, "category", lambda _: "Lo")
-    newer = [chr(i) for i in range(0x323B0, 0x3347A, 41)]
-    trained = definitions.train_bpe([*texts, *(f"!!{c}!! " * 9 for c in newer)], 2000)
-    tokenizer = Tokenizer(json.dumps(json.loads(trained) | {"normalizer": normalizer}))
-    assert fast_encoder(tokenizer) is not None
-    every = [*newer, *(chr(i) for i in range(128, 0x110000, 2039) if not 0xD800 <= i < 0xE000)]
-    documents = [f"a!!{c}!!{c}a 1{c}" for c in every] + ["e\u0301 <\u0338 \u1100\u1161"]
-    assert split(tokenizer.encode(documents)) == by_definition(tokenizer, documents)
-
-
-@pytest.mark.parametrize("wrong", ["a probe", "a document"])
-def test_another_encoder_is_compared_with_tokenizers(wrong, texts, bpe, monkeypatch):
-    """One that differs on a probe is not used; one that differs on a document later stops the
-    program.
-    """
+def test_another_encoder_that_differs_on_a_document_stops_the_program(texts, bpe, monkeypatch):
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizer, used = Tokenizer(bpe), []
-    documents = {"a probe": text_tokenizers.PROBES[1], "a document": texts[len(texts) // 2]}
+    tokenizer, wrong = Tokenizer(bpe), texts[len(texts) // 2]
 
     def from_json(definition):
         oracle = tokenizers.Tokenizer.from_str(definition)
 
         def encode(text):
-            used.append(text)
-            is_wrong = text == documents.get(wrong)
-            return np.array(oracle.encode(text).ids, np.uint32) + np.uint32(is_wrong)
+            return np.array(oracle.encode(text).ids, np.uint32) + np.uint32(text == wrong)
 
         return SimpleNamespace(encode=encode)
 
     other = SimpleNamespace(Tokenizer=SimpleNamespace(from_json=from_json))
     monkeypatch.setitem(sys.modules, "gigatoken", other)
-    fast_encoder.cache_clear()
     monkeypatch.setattr(text_tokenizers, "FAST_FROM", 0)
-    if wrong == "a document":
-        message = r"gigatoken gives other ids .* pip uninstall gigatoken"
-        with pytest.raises(ValueError, match=message):
-            tokenizer.encode(texts)
-    else:
-        assert split(tokenizer.encode(texts)) == by_definition(tokenizer, texts)
-    assert (texts[0] in used) == (wrong != "a probe")
+    fast_encoder.cache_clear()
+    with pytest.raises(ValueError, match=r"gigatoken gives other ids .* pip uninstall gigatoken"):
+        tokenizer.encode(texts)
     fast_encoder.cache_clear()
 
 
