@@ -11,7 +11,7 @@ import pytest
 
 import train
 from shardlib.shardtypes import f32, i32, u32
-from shardwright.sampling.sampler import Sampler, Sampling, choose, gumbel_noise, lowest_kept
+from shardwright.sampling.sampler import Sampler, Sampling, choose, lowest_kept
 from tests.support import tiny
 from tests.support.redrawn import kept_by_numpy
 from tests.support.transformers_models import exported
@@ -55,17 +55,6 @@ def texts():
 def test_texts_are_the_same_on_every_mesh_and_in_any_batch(mesh, gather, batch, texts):
     """With weights gathered in each layer, or ahead."""
     assert generate(mesh, batch=batch, gather_weights=gather) == texts
-
-
-def test_noise_is_that_of_seed_text_and_place():
-    def noise(seed, number, place):
-        return np.asarray(
-            gumbel_noise(np.int32([number]), np.int32([place]), 9, Sampling(seed=seed))
-        )
-
-    np.testing.assert_array_equal(noise(1, 2, 3), noise(1, 2, 3))
-    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2)):
-        assert not np.isclose(noise(*other), noise(1, 2, 3)).any()
 
 
 @pytest.mark.long

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import train
-from shardwright.program.step import trace_step
 from shardwright.sampling import harness, samples, scoring
 from shardwright.sampling.scoring import Scorer, log_likelihoods, pieces
-from tests.support import rule_models, tiny
+from tests.support import tiny
 from tests.support.transformers_models import exported
 
 LENGTHS = [1, 2, 16, 17, 3, 9, 17, 5, 4]
@@ -47,21 +46,6 @@ def test_losses_are_those_of_transformers(mesh, batch, monkeypatch):
         )
         np.testing.assert_allclose(scored.losses, expected, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(scored.likeliest, logits.argmax(-1) == torch.tensor(ids[1:]))
-
-
-@pytest.mark.long
-def test_padding_is_not_seen():
-    """By a rule that sees later positions: in a row of its own length, a sequence has the same
-    losses.
-    """
-    c, ids = tiny.model(), SEQUENCES[1]  # shorter than the prefix
-    with jax.set_mesh(tiny.mesh("one device")):
-        w = tiny.weights(c)
-        step = trace_step(tiny.config(c), rule_models.KINDS["prefix"](c))
-        exact, padded = (
-            Scorer(step, train.cross_entropy, n).losses(w, [ids]) for n in (len(ids) - 1, 16)
-        )
-    np.testing.assert_allclose(next(padded).losses, next(exact).losses, rtol=1e-5)
 
 
 def test_a_token_that_the_model_does_not_have_is_refused():
