@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shardwright.data.checks import check_ranges
 from shardwright.data.loader import TokenBatch
 from shardwright.huggingface import as_transformers_reads, families
 from shardwright.huggingface.check import mapping_of
@@ -17,7 +16,7 @@ from shardwright.models import family, gpt2
 from shardwright.program.mesh_choice import MeshChoice
 from shardwright.tools import generate
 from tests.support import huggingface_models as models
-from tests.support import tiny, transformers_models
+from tests.support import transformers_models
 from tests.support.huggingface_models import to_run
 from tests.support.transformers_models import KINDS, config_of, logits_of_documents, theirs
 
@@ -120,9 +119,6 @@ def test_heads_for_further_tokens_are_left_out_by_name(tmp_path):
     save_file(load_file(file) | further, file)
     config = tmp_path / "model" / "config.json"
     content = json.loads(config.read_text())
-    config.write_text(json.dumps(content | {"num_nextn_predict_layers": 0}))
-    with pytest.raises(ValueError, match=r"the files have 5 layers; config\.json asks for 4"):
-        to_run(tmp_path / "model", tmp_path / "run")
     config.write_text(json.dumps(content | {"num_nextn_predict_layers": 1}))
     text = to_run(tmp_path / "model", tmp_path / "run")
     assert (
@@ -149,7 +145,6 @@ OF_ROPE = ("rope_type", "factor", "mscale", "partial_rotary_factor")
     [
         ("Llama", {"attention_bias": True}, "attention_bias is True, and this model has False: it"),
         ("Llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', and this model has 'silu'"),
-        ("Llama", {"model_type": "gemma"}, "model_type is 'gemma'; it can be llama, qwen3, mistr"),
         ("Llama", {"rope_type": "proportional"}, "rope_type is 'proportional'; it can be default"),
         ("Llama", LINEAR | {"factor": 4.0, "mscale": 0.7}, "mscale is 0.7"),
         ("GPT2", {"activation_function": "relu"}, "activation_function is 'relu', and this model"),
@@ -202,35 +197,3 @@ def test_other_math_is_refused_by_name(name, changes, message):
 def test_what_no_family_has_is_refused_by_name(name, changes, message):
     with pytest.raises(ValueError, match=message):
         families.to_huggingface(None, ours(name, **changes))
-
-
-@pytest.mark.parametrize(
-    ("name", "mesh", "message"),
-    [
-        ("Qwen3Next", "d=2 c=2", r"mesh\.c is 2, but a delta net"),
-        ("Gemma3", "p=2 d=2", r"8 layers do not divide into 2 equal stages .* each a multiple of"),
-    ],
-)
-def test_a_mesh_that_a_family_cannot_use_is_refused(name, mesh, message):
-    c = tiny.config(ours(name), microbatches=2)
-    with jax.set_mesh(tiny.mesh(mesh)), pytest.raises(ValueError, match=message):
-        assert tiny.step(c).traced
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("DeepseekV3", {"sinks": True}, "model.sinks is True, which latent attention does not hav"),
-        ("Phi3", {"rotary_share": 0.4}, "model.rotary_share is 0.4, so RoPE would rotate 1 entrie"),
-        ("Qwen3Next", {"no_rope_every": 2}, "blocks of delta nets and attention are all alike"),
-        ("Mistral", {"full_every": 2, "window": None}, "full_every is 2, but no layer has a wind"),
-        ("Mistral", {"qk_norm": True, "qk_norm_all": True}, "both true"),
-    ],
-)
-def test_settings_that_contradict_each_other(name, changes, message):
-    def check(c):
-        check_ranges("model", c)
-        c.check(seq_len=16)
-
-    with pytest.raises(ValueError, match=message):
-        check(ours(name, **changes))

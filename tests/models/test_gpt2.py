@@ -72,22 +72,10 @@ def test_logits_with_a_cache_are_those_without():
         cache.check_cache(tiny.forward(tiny.config(model(positions=16, dropout=0.1))), 16)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            model(positions=tiny.LENGTH - 8),
-            r"sequences have 16 tokens, but model\.positions is 8; raise it\.",
-        ),
-        (
-            model(d_model=60),
-            r"model\.d_model is 60; it must be a multiple of model\.heads = 8",
-        ),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(changed, message):
+def test_sequences_longer_than_the_table_of_positions_are_refused():
+    message = r"sequences have 16 tokens, but model\.positions is 8; raise it\."
     with pytest.raises(ValueError, match=message):
-        check_config(tiny.config(changed))
+        check_config(tiny.config(model(positions=tiny.LENGTH - 8)))
 
 
 def test_their_weights_become_ours_again():

@@ -20,9 +20,7 @@ from shardwright.huggingface import families
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.program.checks import register_schema, to_config
-from shardwright.program.differences import config_differences
 from shardwright.program.resume import fresh_state, open_run, read_weights
-from shardwright.program.saved_config import fixed_settings
 from shardwright.program.step import trace_step
 from shardwright.tools import huggingface_to_checkpoint as tool
 from tests.support import huggingface_models as models
@@ -288,14 +286,3 @@ def test_another_model_does_not_start_from_weights(tmp_path, one_device, changes
     other = dataclasses.replace(c, **changes)
     with pytest.raises(ValueError, match=message):
         start_weights(source, other, shapes(other), **allowed)
-
-
-def test_resuming_may_leave_the_source_out_but_not_change_it():
-    c = models.model("grouped")
-    saved, other, none = (
-        dataclasses.asdict(models.settings(c, init_from=source))
-        for source in ("runs/a", "runs/b", None)
-    )
-    (difference,) = config_differences(saved, other, fixed_settings(saved, other))
-    assert difference == "training.init_from: checkpoint has 'runs/a', this run has 'runs/b'"
-    assert config_differences(saved, none, fixed_settings(saved, none)) == []

@@ -17,7 +17,7 @@ import tokenizers
 from safetensors.numpy import load_file
 
 from shardwright.data.loader import DataConfig
-from shardwright.data.text.definitions import open_directory, train_bpe
+from shardwright.data.text.definitions import train_bpe
 from shardwright.data.text.tokenizers import Tokenizer, open_tokenizer, tokenizer_of_run
 from shardwright.huggingface import sidecars
 from shardwright.program import resume
@@ -253,23 +253,6 @@ def test_texts_end_at_the_ends_of_an_import_and_of_the_runs_documents():
 
 
 # ---- files of strangers --------------------------------------------------------------------------
-
-
-@needs_transformers
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("tokenizer_config", {"chat_template": 5}, r"chat_templates.default is 5; it must be a te"),
-        ("generation_config", {"temperature": float("nan")}, r"Out of range float values"),
-        ("generation_config", {"stop_strings": ["x" * 2**20]}, "more than the limit of 1,048,576"),
-        ("config", {"eos_token_id": "x"}, r"eos_token_id is 'x'; it must be a whole number or a"),
-    ],
-)
-def test_files_of_another_form_are_refused(tmp_path, file, content, message):
-    (tmp_path / "tokenizer.json").write_text(definition(SPECIAL))
-    (tmp_path / f"{file}.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=message):
-        sidecars.read(tmp_path, "f32", open_directory(tmp_path))
 
 
 def test_a_checkpoint_of_a_stranger_is_checked_too(tmp_path, one_device):
