@@ -1,4 +1,4 @@
-"""Optimizer state of another shape than its weight: its types; Adafactor and SOAP of
+"""Optimizer state of another shape than its weight: Adafactor and SOAP of
 docs/changing.md, on every mesh.
 
 Adafactor is compared with optax, SOAP with its algorithm in numpy, both in f64.
@@ -16,11 +16,8 @@ import optax
 import pytest
 
 import train
-from shardlib.array_types import factor_type
 from shardlib.exact import compare as exact
-from shardlib.parsing import parse_shape
 from shardlib.shardtypes import (
-    f32,
     i32,
 )
 from shardwright.modeling.model import load_model
@@ -43,43 +40,7 @@ SETTINGS = {
 STEPS = 6
 
 
-# ---- the types -----------------------------------------------------------------------------------
-
-W_Q = f32["layers/p M/fsdp K/t Q D"]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("kind", "dims", "sides", "expected"),
-    [
-        (W_Q, "", (1, 3), "layers/p"),
-        (W_Q, "inputs", (1, 3), "layers/p M/fsdp"),
-        (W_Q, "outputs", (1, 3), "layers/p K/t Q D"),
-        (W_Q, "inputs inputs", (1, 3), "layers/p M/fsdp by_M/t"),
-        (W_Q, "outputs outputs", (1, 3), "layers/p K/t Q D by_K_Q_D/fsdp"),
-        # axes stay in the order in which they can be gathered
-        (f32["A/t B/d C/c E"], "outputs outputs", (3, 1), "E by_E/t/c/d"),
-    ],
-)
-def test_a_factor_has_the_dims_of_its_sides(kind, dims, sides, expected):
-    assert factor_type(kind, dims, *sides).spec == parse_shape(expected)
-
-
-def shapes_of_state(recipe: str, mesh: str = "d=2 t=2", **changes):
-    c = config(recipe, **changes)
-    with jax.sharding.use_abstract_mesh(tiny.mesh(mesh).abstract_mesh):
-        model = load_model(c.model)
-        return jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model)), model.table
-
-
-def test_groups_choose_and_frozen_weights_have_no_state():
-    groups = [GroupConfig("*"), GroupConfig("layers.w_[qk]", algorithm=SOAP)]
-    groups += [GroupConfig(name, algorithm="frozen") for name in ("layers.w_q", "embed")]
-    state, _ = shapes_of_state(SOAP, algorithm="adamw", groups=groups)
-    assert named_leaves(state.soap_left).keys() == {"layers/w_k/array"}
-    names = [name for name in named_leaves(state) if not name.startswith("weights/")]
-    assert not [name for name in names if name.endswith("/embed") or "/w_q" in name]
-    assert "adam_mu/layers/w_v" in names
+# ---- stages --------------------------------------------------------------------------------------
 
 
 def test_factors_of_stages_are_in_the_order_of_the_layers_in_checkpoints():

@@ -17,15 +17,7 @@ from shardwright.data.loader import DataConfig, make_loader
 from shardwright.optimizers.rates import inputs_of_loss
 from shardwright.program.config import PipelineConfig
 from tests.support import dense, tiny
-from tests.support.recipes import ROOT, module_of
-
-
-@pytest.fixture(scope="module", autouse=True)
-def recipes():
-    sys.path.insert(0, str(ROOT / "docs/recipes"))
-    yield
-    sys.path.remove(str(ROOT / "docs/recipes"))
-    sys.modules.pop("grpo", None)
+from tests.support.recipes import RECIPES, ROOT, module_of
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +51,7 @@ def data(answers, tmp_path_factory):
     command = ["grpo.py", f"{directory}/answers.jsonl", f"{directory}/data", str(tiny.BATCH)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", command)
-        runpy.run_path(str(ROOT / "docs/recipes/grpo.py"), run_name="__main__")
+        runpy.run_path(str(RECIPES / "grpo.py"), run_name="__main__")
     return str(directory / "data")
 
 

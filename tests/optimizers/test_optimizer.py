@@ -1,4 +1,4 @@
-"""Schedule, clipping and AdamW against optax."""
+"""Schedule, clipping and AdamW against optax; parts of the user's own."""
 
 import dataclasses
 import re
@@ -12,6 +12,7 @@ import pytest
 
 import train
 from shardlib.shardtypes import f32, i32
+from shardwright.inspect.causality import check_causal
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import GroupConfig, check_optimizer
 from shardwright.optimizers.rates import learning_rate
@@ -176,3 +177,17 @@ def test_a_schedule_that_is_not_finite_is_refused_before_the_run(monkeypatch):
     with pytest.raises(ValueError, match="schedule=mine:schedule gives nan at step 40 of 50"):
         rates.check_schedule(c, 50)
     rates.check_schedule(dataclasses.replace(c, schedule="cosine"), 50)
+
+
+# ---- a loss of the user's own file; a step by it: tests/train/test_oracles.py ---------------------
+
+
+@pytest.mark.long
+def test_an_own_loss_is_proved_with_the_step():
+    c = tiny.config(tiny.model(layers=1))
+    c.optimizer = tiny.optimizer(loss="tests.support.own_parts:mixes_sequences")
+    with (
+        jax.set_mesh(tiny.mesh("one device")),
+        pytest.raises(ValueError, match=r"own_parts\.py:.* another sequence"),
+    ):
+        check_causal(tiny.step(c))

@@ -2,16 +2,14 @@
 multipliers in the model.
 """
 
-import dataclasses
 import math
-from typing import ClassVar
 
 import jax
 import pytest
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.models import family, gpt2, moe
+from shardwright.models import family, moe
 from shardwright.optimizers import scales
 from shardwright.optimizers.rates import updates_of
 from tests.support import tiny
@@ -59,33 +57,6 @@ def test_widths_are_those_of_mup():
         assert update.decay == pytest.approx(0.1 * decay / forward), name
 
 
-# Powers of the width n: initial variance, learning rate of Adam. Table 8 of arXiv 2203.03466, for
-# a tied table, whose multiplier 1/n is in the final norm.
-TENSOR_PROGRAMS = {
-    "embed": (0, 0),
-    "mlp_norm": (None, 0),
-    "w_o": (-1, -1),
-    "w_up": (-1, -1),
-    "final_norm": (None, -1),
-}
-
-
-def test_powers_of_a_tied_table_are_those_of_tensor_programs():
-    wide = [{"d_model": 16 * n, "n_kv": 4 * n, "d_ff": 24 * n} for n in (2, 8)]
-    models = [load_model(tiny.model(tied_embeddings=True, **sizes)) for sizes in wide]
-    found = [scaled(BASE, model, parametrization="mup") for model in models]
-    for name, (variance, rate) in TENSOR_PROGRAMS.items():
-        (small, small_update), (large, large_update) = (each[name] for each in found)
-
-        def power(a, b):
-            return math.log(b / a) / math.log(4)
-
-        assert power(small_update.rate, large_update.rate) == pytest.approx(rate), name
-        if variance is not None:
-            assert 2 * power(small.std, large.std) == pytest.approx(variance), name
-    assert found[0]["final_norm"][0].mean != 1
-
-
 # Table 1 of arXiv 2505.01618, column CompleteP with α = 1, for m_N = 4 and m_L = 3: initial
 # variance, learning rate, epsilon and decay. `branch` is the multiplier of the output that the
 # weight carries here.
@@ -115,40 +86,12 @@ def test_completep_is_that_of_its_table():
         assert update.decay == pytest.approx(0.1 * decay / branch), name
 
 
-MODELS = {
-    "llama": tiny.model(),
-    "olmo": family.ModelConfig(**vars(tiny.model()) | {"module": "family", "norms": "after"}),
-    "gpt2": gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=3, heads=2),
-    "experts": moe.ModelConfig(
-        **vars(tiny.model(d_ff=16)) | {"module": "moe", "experts": 4, "experts_per_token": 2}
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("kind", "algorithm"), [("mup", "muon"), ("completep", "adamw")])
-def test_at_the_size_of_the_base_nothing_changes(name, kind, algorithm):
-    model = load_model(MODELS[name])
-    base = {"d_model": 32, "layers": model.config.layers}
-    plain = updates_of(tiny.optimizer(algorithm=algorithm), model, train.OPTIMIZERS)
-    assert (
-        updates_of(
-            tiny.optimizer(algorithm=algorithm, parametrization=kind, base=base),
-            model,
-            train.OPTIMIZERS,
-        )
-        == plain
-    )
-    assert (
-        scales.initial_table(tiny.optimizer(parametrization=kind, base=base), model) == model.table
-    )
-
-
 def test_router_and_few_keys_are_outputs():
     """What maps the width to a number that doesn't grow is scaled like the output projection:
     table 3.
     """
-    c = dataclasses.replace(MODELS["experts"], d_model=64, d_ff=32, n_kv=2)
+    sizes = vars(tiny.model(d_model=64, d_ff=32, n_kv=2))
+    c = moe.ModelConfig(**sizes | {"module": "moe", "experts": 4, "experts_per_token": 2})
     found = scaled(
         {"d_model": 16, "n_q_per_kv": 1, "d_ff": 8}, load_model(c), parametrization="mup"
     )
@@ -191,12 +134,6 @@ def test_muon_keeps_the_spectral_condition():
 # ---- models that cannot be scaled ----------------------------------------------------------------
 
 
-class Renamed(train.Llama):
-    """A model of one's own, with other names."""
-
-    multipliers: ClassVar = {"residual": ["mlp_norm"]}
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -205,9 +142,9 @@ class Renamed(train.Llama):
     ],
 )
 def test_a_misspelled_carrier_is_refused(wrong, message, monkeypatch):
-    monkeypatch.setattr(Renamed, "multipliers", wrong)
+    monkeypatch.setattr(train.Llama, "multipliers", wrong, raising=False)
     with pytest.raises(ValueError, match=message):
-        scaled({"layers": 1}, Renamed(tiny.model(layers=4)), parametrization="completep")
+        scaled({"layers": 1}, train.Llama(tiny.model(layers=4)), parametrization="completep")
 
 
 def of_family(**changes) -> family.ModelConfig:

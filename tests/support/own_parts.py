@@ -1,7 +1,6 @@
 """An optimizer, a loss and a tracker as a user writes them in a file of his own."""
 
 import dataclasses
-import importlib
 import json
 
 import jax
@@ -19,10 +18,6 @@ def sgd(state, g, step, rate, c, updates):
         return w - rate * update.rate * g if update.algorithm == SGD else w
 
     return dataclasses.replace(state, weights=jax.tree.map(move, updates, state.weights, g))
-
-
-def forgets(state, g, step, rate, c, updates):
-    """An optimizer without its `return`."""
 
 
 def halved(logits, targets, c):
