@@ -161,7 +161,8 @@ def in_files(model: Path) -> None:
 
 FORMS = {
     "files": (in_files,),
-    "the config": (in_the_config, of_old_files, added_in_the_config),
+    "the config": (in_the_config, added_in_the_config),
+    "old files": (in_the_config, of_old_files),
 }
 
 
