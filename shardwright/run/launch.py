@@ -96,17 +96,22 @@ def _sections() -> dict[str, type]:
 
 
 def start_with_section(
-    name: str, schema: type, job: Callable[[Config, Any], Any], doc: str
+    name: str,
+    schema: type,
+    job: Callable[[Config, Any], Any],
+    doc: str,
+    command: str | None = None,
 ) -> None:
     """Starts the program tools.<name>, whose configuration is that of a run plus a section <name>.
 
     Args:
-        name: name of the program and of the section.
+        name: name of the section.
         schema: a subclass of Config with a field <name>, whose type is the dataclass of the
             section.
         job: function of the configuration and of the section. Its ValueErrors are printed as one
             line.
         doc: docstring of the program.
+        command: name of the program; None: that of the section.
     """
 
     def composed(config: Any) -> None:
@@ -124,7 +129,7 @@ def start_with_section(
     with open_dict(known):
         known[name] = untyped(kind)
     ConfigStore.instance().store(name="config_schema", node=known)
-    about = Program(f"python -m tools.{name}", CONFIGS, None, schema, doc)
+    about = Program(f"python -m tools.{command or name}", CONFIGS, None, schema, doc)
     start(about, composed, _sections)
 
 

@@ -10,7 +10,16 @@ from rich.console import Console
 from scipy import stats
 
 from shardwright.tools.report.__main__ import Settings, show_report
-from shardwright.tools.report.pairs import CONFIDENCE, POWER, interval, needed, pairs_of, power
+from shardwright.tools.report.pairs import (
+    CONFIDENCE,
+    POWER,
+    interval,
+    intervals,
+    needed,
+    pairs_of,
+    power,
+    trend,
+)
 from shardwright.tools.report.reading import read_run
 
 
@@ -61,6 +70,23 @@ def test_the_pairs_that_are_needed_find_the_difference():
     assert needed(1e-4, 0.03) is None
 
 
+def test_a_trend_is_that_of_a_regression():
+    rng, sizes = np.random.default_rng(2), np.repeat([48, 96, 192], 3)
+    differences = rng.normal(0.02 * np.log2(sizes), 0.01)
+    line = stats.linregress(np.log2(sizes), differences)
+    half = line.stderr * stats.t.ppf((1 + CONFIDENCE) / 2, len(sizes) - 2)
+    np.testing.assert_allclose(trend(sizes, differences), (line.slope, half), rtol=1e-9)
+
+
+def test_intervals_of_groups_are_those_of_one_regression():
+    rng = np.random.default_rng(3)
+    groups = [rng.normal(mean, 0.1, 3) for mean in (0, 1)]
+    is_of = np.repeat(np.eye(2), 3, axis=0)
+    means, rest, *_ = np.linalg.lstsq(is_of, np.concatenate(groups), rcond=None)
+    half = np.sqrt(rest[0] / 4 / 3) * stats.t.ppf((1 + CONFIDENCE) / 2, 4)
+    np.testing.assert_allclose(intervals(groups), [(mean, half) for mean in means], rtol=1e-9)
+
+
 # ---- what is compared ----------------------------------------------------------------------------
 
 
@@ -80,6 +106,24 @@ def test_the_last_validation_counts_where_all_runs_have_one(tmp_path, val, of_la
     assert (pairs.metric, pairs.differences.mean()) == (metric, mean)
 
 
+def test_runs_of_two_widths_form_pairs_of_one_seed_and_width(tmp_path):
+    """Four pairs of a trial, whose interval a calculator found."""
+    losses = {(48, 0): -0.046, (48, 1): -0.097, (96, 0): -0.126, (96, 1): -0.107}
+    a, b = [], []
+    for (width, seed), difference in losses.items():
+        model = {"d_model": width, "d_ff": 4 * width}
+        a.append(write(tmp_path / f"a{width}-{seed}", seed, 3.0, model=model))
+        b.append(write(tmp_path / f"b{width}-{seed}", seed, 3.0 + difference, model=model))
+    pairs = pairs_of(("a", "b"), (a, b[::-1]))
+    assert sorted(pairs.differences.round(3)) == sorted(losses.values())
+    text = "\n".join(pairs.lines())
+    assert "-0.0940 nats, 99% interval -0.1938 to +0.0058: no difference seen" in text
+    assert "  A difference as small as 0.0940 takes 5 pairs, 1 more." in text
+    assert "  -0.0715 ± 0.1910 at model.d_model=48" in text
+    assert "  -0.0450 ± 0.2701 for each doubling of model.d_model: no trend seen" in text
+    assert "They have the same settings." in text
+
+
 def test_runs_without_a_partner_an_end_or_a_loss_are_named(tmp_path):
     a, b = groups(tmp_path, [3.0, 3.1, 3.2, float("nan")], [3.0, 3.2])
     b.append(write(tmp_path / "killed", 7, state=None))
@@ -88,7 +132,7 @@ def test_runs_without_a_partner_an_end_or_a_loss_are_named(tmp_path):
     assert [run.directory.name for run, _ in pairs.runs] == ["a0", "a1"]
     assert pairs.lines()[-4:] == [
         f"  {tmp_path}/a3 is left out: its loss is not finite.",
-        f"  {tmp_path}/killed is left out: it is broke off.",
+        f"  {tmp_path}/killed is left out: it broke off.",
         f"  {tmp_path}/bad is left out: its loss is not finite.",
         f"  {tmp_path}/a2 is left out: it has no partner.",
     ]

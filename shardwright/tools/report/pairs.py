@@ -1,8 +1,9 @@
 """Compares two groups of runs pair by pair: is the difference of their final losses real?
 
 Two runs form a pair if they have the same seeds, so that what a seed does to the loss cancels: the
-initial weights and the order of the data. The interval is Student's for the mean of the
-differences, which takes them to be normal.
+initial weights and the order of the data. If the runs of both groups vary alike in another setting,
+such as a width, those of a pair have it in common too. The interval is Student's for the mean of
+the differences, which takes them to be normal.
 """
 
 import math
@@ -21,19 +22,48 @@ POWER = 0.8
 """Probability with which the number of pairs that is said to be needed finds the difference."""
 MOST_PAIRS = 1000
 """No larger number of pairs is looked for."""
+WIDTH = "model.d_model"
 TEXT = ("data.", "model.vocab", "training.seq_len", "training.eval_batches")
 """Beginnings of settings that say of what a loss is."""
 
 
-def interval(differences: np.ndarray) -> tuple[float, float]:
-    """Bounds of the mean difference, by Student's distribution."""
+def errors_within(freedom: int) -> float:
+    """Standard errors between the ends of an interval and its middle, by Student's distribution of
+    so many degrees of freedom.
+    """
     from scipy import stats  # a page of a single run does not wait for it
 
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+
+
+def interval(differences: np.ndarray) -> tuple[float, float]:
+    """Bounds of the mean difference."""
     pairs = len(differences)
-    half = float(
-        stats.t.ppf((1 + CONFIDENCE) / 2, pairs - 1) * differences.std(ddof=1) / math.sqrt(pairs)
-    )
+    half = errors_within(pairs - 1) * float(differences.std(ddof=1)) / math.sqrt(pairs)
     return float(differences.mean()) - half, float(differences.mean()) + half
+
+
+def intervals(groups: Sequence[np.ndarray]) -> list[tuple[float, float]]:
+    """The mean of each group of differences, and the half of its interval, inf if unknown.
+
+    All groups are taken to have one standard deviation, so that two pairs of each are enough.
+    """
+    freedom = sum(map(len, groups)) - len(groups)
+    rest = sum(float(np.sum((x - x.mean()) ** 2)) for x in groups)
+    half = errors_within(freedom) * math.sqrt(rest / freedom) if freedom else math.inf
+    return [(float(x.mean()), half / math.sqrt(len(x))) for x in groups]
+
+
+def trend(sizes: np.ndarray, differences: np.ndarray) -> tuple[float, float]:
+    """Slope of the differences over log2 of the sizes, f64[pairs] each, by least squares, and the
+    half of its interval. It takes three pairs, and two sizes.
+    """
+    x = np.log2(sizes) - np.mean(np.log2(sizes))
+    slope = float(np.sum(x * differences) / np.sum(x * x))
+    rest = differences - differences.mean() - slope * x
+    freedom = len(x) - 2
+    error = math.sqrt(float(np.sum(rest**2)) / freedom / float(np.sum(x * x)))
+    return slope, errors_within(freedom) * error
 
 
 def power(effect: float, deviation: float, pairs: int) -> float:
@@ -72,6 +102,8 @@ class Pairs:
     runs: list[tuple[Run, Run]]
     left_out: list[str]
     """What was not compared, and why."""
+    alike: tuple[str, ...] = ()
+    """Settings, besides seeds, that the runs of a pair have in common and that vary over pairs."""
 
     @property
     def differences(self) -> np.ndarray:
@@ -98,6 +130,7 @@ class Pairs:
                 f"{more} pairs, {max(0, more - pairs)} more" if more else f"over {MOST_PAIRS} pairs"
             )
             found.append(f"  A difference as small as {abs(mean):.4f} takes {took}.")
+        found += self._by_size()
         differ = {name for pair in self.runs for name in differing_names(pair)}
         found.append(
             f"  They differ in {listed(sorted(differ))}."
@@ -120,30 +153,73 @@ class Pairs:
             )
         return [*found, *(f"  {line}" for line in self.left_out)]
 
+    def _by_size(self) -> list[str]:
+        """The difference at each value of the settings in `alike`, and how it depends on the first
+        of these that is a number.
+        """
+        if not self.alike:
+            return []
+        values = [key(run, self.alike) for run, _ in self.runs]
+        each = sorted(set(values), key=values.index)
+        groups = [self.differences[[x == value for x in values]] for value in each]
+        found = []
+        for value, (mean, half) in zip(each, intervals(groups), strict=True):
+            error = f" ± {half:.4f}" if math.isfinite(half) else ", of one pair"
+            found.append(f"  {mean:+.4f}{error} at {shown(self.alike, value)}")
+        for name, sizes in zip(self.alike, zip(*values, strict=True), strict=True):
+            if all(type(x) in (int, float) and x > 0 for x in sizes) and len(sizes) > 2:
+                slope, half = trend(np.array(sizes, float), self.differences)
+                verdict = "a trend" if abs(slope) > half else "no trend seen"
+                found.append(f"  {slope:+.4f} ± {half:.4f} for each doubling of {name}: {verdict}")
+                break
+        return found
 
-def key(run: Run) -> tuple[object, ...]:
-    return tuple(run.settings.get(name, 0) for name in SEEDS)
+
+def key(run: Run, names: Sequence[str] = SEEDS) -> tuple[object, ...]:
+    return tuple(run.settings.get(name, 0) for name in names)
 
 
-def shown(seeds: tuple[object, ...]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in zip(SEEDS, seeds, strict=True))
+def shown(names: Sequence[str], values: tuple[object, ...]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+
+
+def varied_alike(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """The settings that take the same values, more than one, in both groups of runs: the width
+    first, then other sizes of the model.
+    """
+
+    def values_in(runs: Sequence[Run], name: str) -> set[str]:
+        return {repr(run.settings.get(name)) for run in runs}
+
+    found = []
+    for name in differing_names([run for runs in groups for run in runs]):
+        first, second = (values_in(runs, name) for runs in groups)
+        if name not in SEEDS and first == second and len(first) > 1:
+            found.append(name)
+    return sorted(found, key=lambda name: (name != WIDTH, not name.startswith("model.")))
 
 
 def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]) -> Pairs | str:
-    """Pairs the finished runs of two groups by their seeds, or returns why they cannot be
-    paired.
+    """Pairs the finished runs of two groups by their seeds and, where several of a group have the
+    same, by what varies alike in both groups; or returns why they cannot be paired.
     """
+    candidates = varied_alike(groups)
+    names_of_key = SEEDS
+    while candidates and any(len({key(x, names_of_key) for x in y}) < len(y) for y in groups):
+        names_of_key = *names_of_key, candidates.pop(0)
     left_out, by_seeds = [], []
     for name, runs in zip(names, groups, strict=True):
         found: dict[tuple, Run] = {}
         for run in runs:
             losses = run.values.get("loss", math.nan), run.values.get("val", 0.0)
             if run.state != "finished" or not all(map(math.isfinite, losses)):
-                why = "its loss is not finite" if run.state == "finished" else f"it is {run.state}"
+                is_at = run.state if run.state == "broke off" else f"is {run.state}"
+                why = "its loss is not finite" if run.state == "finished" else f"it {is_at}"
                 left_out.append(f"{run.directory} is left out: {why}.")
-            elif (other := found.setdefault(key(run), run)) is not run:
+            elif (other := found.setdefault(own := key(run, names_of_key), run)) is not run:
                 return (
-                    f"{other.directory} and {run.directory} of {name} both have {shown(key(run))}."
+                    f"{other.directory} and {run.directory} of {name} both have "
+                    f"{shown(names_of_key, own)}."
                 )
         by_seeds.append(found)
     first, second = by_seeds
@@ -155,8 +231,8 @@ def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]
     runs = [(first[k], second[k]) for k in first if k in second]
     if len(runs) < 2:
         too_few = (
-            f"it takes two pairs of finished runs with the same {' and '.join(SEEDS)}; there "
-            f"are {len(runs)}."
+            f"it takes two pairs of finished runs with the same {' and '.join(names_of_key)}; "
+            f"there are {len(runs)}."
         )
         return "\n  ".join([too_few, *left_out, *alone])
     left_out += alone
@@ -167,4 +243,5 @@ def pairs_of(names: tuple[str, str], groups: tuple[Sequence[Run], Sequence[Run]]
         run.step[-1] - run.of_event("validation")[-1]["step"] if "val" in run.values else None
         for run in every
     }
-    return Pairs(names, "val" if len(after) == 1 and None not in after else "loss", runs, left_out)
+    metric = "val" if len(after) == 1 and None not in after else "loss"
+    return Pairs(names, metric, runs, left_out, names_of_key[len(SEEDS) :])

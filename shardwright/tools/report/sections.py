@@ -20,7 +20,7 @@ from shardwright.tools.report.lines import step_by_line
 from shardwright.tools.report.pairs import Pairs, key, shown
 from shardwright.tools.report.planned import planned_and_measured
 from shardwright.tools.report.plots import axes_of, colour, evenly, panels_of
-from shardwright.tools.report.reading import AVERAGED, Run, read_samples
+from shardwright.tools.report.reading import AVERAGED, SEEDS, Run, read_samples
 
 _SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
 """Most steps whose samples are shown, most events, most characters of a text."""
@@ -74,7 +74,8 @@ def runs(c: Comparison) -> dict[str, Any] | None:
 def pairs(c: Comparison) -> dict[str, Any] | None:
     if not isinstance(c.pairs, Pairs):
         return {"why": c.pairs} if c.pairs else None
-    seeds = [shown(key(a)) for a, _ in c.pairs.runs]
+    names = *SEEDS, *c.pairs.alike
+    seeds = [shown(names, key(a, names)) for a, _ in c.pairs.runs]
     rows = list(zip(seeds, c.pairs.runs, c.pairs.differences.tolist(), strict=True))
     return {
         "lines": c.pairs.lines(),
