@@ -115,7 +115,7 @@ def check_value(
             raise ShardError("the value is a weight at rest", value.remedy())
         value = unwrap(value)
     value = _without_partial(spec, value)
-    copies = value.axes if isinstance(value, Copy) else ()
+    copies = value.axes if isinstance(value, Copy) else _axes_of_weight(spec, value)
     if gathered_ahead:
         dims = (
             Dim(dim.name, tuple(axis for axis in dim.axes if axis not in copies))
@@ -141,6 +141,14 @@ def check_value(
     check_sizes(spec, value.shape, sizes)
     check_sharding(spec, value)
     return value
+
+
+def _axes_of_weight(spec: ShapeSpec, value: Any) -> tuple[str, ...]:
+    """Axes that `spec` marks with * over which an array varies, as gathered weights do."""
+    if not spec.copies or not isinstance(value, jax.Array):
+        return ()
+    varying = jax.typeof(value).manual_axis_type.varying & current_scope().of_weights
+    return tuple(axis for axis in spec.copies if axis in varying)
 
 
 def _without_partial(spec: ShapeSpec, value: Any) -> Any:
@@ -231,9 +239,13 @@ def _only(axes: tuple[str, ...], kept: Collection[str]) -> list[str]:
 
 def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -> None:
     kind = jax.typeof(value).manual_axis_type
-    extra = sort_axes(
-        kind.varying - spec.sharded - set(spec.partial) - set(copies) - set(stage_axes())
-    )
+    known = spec.sharded | set(spec.partial) | set(copies) | set(stage_axes())
+    scope = current_scope()
+    of_data = scope.of_weights - scope.sharding_weights
+    if spec.dims and not of_data & (spec.sharded | set(spec.partial)):
+        # It may be made of weights, the same on all devices; the check of the run sees if it is.
+        known |= scope.of_weights
+    extra = sort_axes(kind.varying - known)
     if extra:
         names = ", ".join(extra)
         shown = f"`{spec}`" if str(spec) else "its spec, a scalar without marks,"

@@ -12,7 +12,7 @@ from shardlib.describe import describe
 from shardlib.mesh import stage_axes
 from shardlib.op_checks import zeros_like_traced
 from shardlib.opaque import OpName, is_opaque
-from shardlib.parsing import ShardError
+from shardlib.parsing import ShardError, sort_axes
 from shardlib.places import place_of, place_of_caller
 from shardlib.shardtypes import f32, pytree_dataclass
 
@@ -48,7 +48,8 @@ class LayerAux:
                     f"a layer gives {name} in its LayerAux: {describe(x)}; it must be {kind}, the "
                     "same on every device",
                     "reduce it, over positions and over the axes that shard them, e.g. "
-                    "psum('+r +d +t ->', …)",
+                    "psum('+r +d +t ->', …); or, if it is made of weights alone, the same on all "
+                    f"devices, jax.lax.pmean(x, {sort_axes(axes)!r})",
                     place=str(self.place),
                     about=(x, axes) if axes else None,
                 )

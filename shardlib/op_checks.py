@@ -23,7 +23,7 @@ from shardlib.parsing import (
     parse_shape,
     sort_axes,
 )
-from shardlib.scopes import Sizes
+from shardlib.scopes import Sizes, current_scope
 
 # ---- specs and operands --------------------------------------------------------------------------
 
@@ -257,6 +257,19 @@ def wrap(value: jax.Array, spec: ShapeSpec, copies: Iterable[str], origin: str) 
     result: Any = Copy(value, sort_axes(copies), OpName(origin)) if copies else value
     result = Partial(result, spec.partial, OpName(origin)) if spec.partial else result
     return result if spec.open else note_type(result, spec)
+
+
+def as_array(value: Any, spec: ShapeSpec) -> jax.Array:
+    """Returns a weight, gathered or a copy, as an array that any function takes.
+
+    In JAX's types it varies over the axes of which each device has its own copy, so that its
+    gradient is reduced over them.
+    """
+    array = unwrap(value) if isinstance(value, Copy) else value
+    axes = {*copy_axes(value), *jax.typeof(array).manual_axis_type.reduced}
+    current_scope().of_weights.update(axes)
+    current_scope().sharding_weights.update(spec.sharded)
+    return note_type(varying(array, axes), spec)
 
 
 def copy_axes(value: object) -> tuple[str, ...]:

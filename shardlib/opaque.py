@@ -256,9 +256,9 @@ class Copy(_Opaque):
 class AtRest(_Opaque):
     """A weight as a trainer passes it to a model, with its type at rest. Only all_gather takes it.
 
-    all_gather returns the weight as the layer uses it: cast to `used_dtype`, with a gradient that
-    is reduced over r and over the gathered axes. If the weight was gathered ahead, this holds the
-    gathered weight as a Copy.
+    all_gather returns the weight as the layer uses it: an array of `used_dtype`, with a gradient
+    that is reduced over r and over the gathered axes. If the weight was gathered ahead, this holds
+    the gathered weight as a Copy.
     """
 
     used_dtype: Any = dataclasses.field(default=None, metadata={"static": True})

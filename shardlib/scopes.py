@@ -31,6 +31,9 @@ class Scope:
 
     Attributes:
         arguments: the argument types of each typed_shard_map that was traced in it.
+        of_weights: axes over which gathered weights vary in JAX's types, although all devices have
+            the same.
+        sharding_weights: axes that shard gathered weights.
         product: the function that shardops.matmul multiplies with, as set by shardops.products.
         apart: axes over which any value may differ: see values.vary_over.
         alone: axes that the mesh is taken to lack: see values.alone.
@@ -47,6 +50,8 @@ class Scope:
             {}, *(outer.types.maps if outer else ())
         )
         self.arguments: list[list[ShapeSpec]] = outer.arguments if outer else []
+        self.of_weights: set[str] = outer.of_weights if outer else set()
+        self.sharding_weights: set[str] = outer.sharding_weights if outer else set()
         self.product: Callable | None = outer.product if outer else None
         self.apart: frozenset[str] = outer.apart if outer else frozenset()
         self.alone: frozenset[str] = outer.alone if outer else frozenset()

@@ -43,6 +43,7 @@ from shardlib.grouped import grouped_product
 from shardlib.jax_errors import WITHOUT_MAXIMUM
 from shardlib.mesh import alone, devices_along, mesh_axes, on_mesh
 from shardlib.op_checks import (
+    as_array,
     axes_moved,
     cast,
     cast_to_result,
@@ -228,9 +229,9 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
     - rejects: a partial sum; `replicated` if the operand or the result is a copy
 
     A trainer passes weights at rest to the model. They are gathered in the dtype in which the
-    model's class declares them, and their gradient is reduced over r and the gathered axes in
-    `training.reduce_dtype`. If `training.gather_weights` has gathered a weight for the whole step,
-    all_gather returns that gathered weight.
+    model's class declares them, as arrays that any function takes. Their gradient is reduced once,
+    over r and the gathered axes, in `training.reduce_dtype`. If `training.gather_weights` has
+    gathered a weight for the whole step, all_gather returns that gathered weight.
 
     >>> @typed_shard_map
     ... def project(x: f32["B/d M"], w: f32["M/d F"]) -> f32["B/d F"]:
@@ -246,10 +247,13 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
             block = unwrap(x)
             if not rhs.sharded.isdisjoint(copy_axes(block)):
                 raise wrong_spec(op, "the weight is gathered ahead: leave out all axes that it was")
-        block = replicate("... -> ... *r", block.astype(x.reduced_dtype))
+        weight = replicate("... -> ... *r", block.astype(x.reduced_dtype))
+        dtype = dtype or x.used_dtype
         if lhs == rhs:  # a scalar
-            return block.astype(dtype or x.used_dtype)
-        return all_gather(spec, block, replicated=replicated, dtype=dtype or x.used_dtype)
+            weight = weight.astype(dtype)
+        else:
+            weight = all_gather(spec, weight, replicated=replicated, dtype=dtype)
+        return weight if replicated or rhs.copies else as_array(weight, rhs)
     with checked_collective("all_gather", spec, x, copies=True) as (op, lhs, rhs, value, _):
         if does_nothing(spec, op):
             return x if dtype is None else x.astype(dtype)

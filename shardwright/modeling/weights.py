@@ -372,6 +372,8 @@ def gather_ahead(w: T, names: Collection[str] | None = None) -> T:
         stack = t.spec.dims[: len(t.spec.dims) - len(t.ahead.dims)]
         whole = on_mesh(ShapeSpec((*stack, *t.ahead.dims)))
         copies = sort_axes(t.spec.sharded - whole.sharded)
+        if not copies:
+            return x
         value: Any = shardops.all_gather(
             f"{t.spec} -> {dataclasses.replace(whole, copies=copies)}", x
         )
