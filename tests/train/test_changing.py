@@ -18,6 +18,7 @@ import zarr
 import train
 from shardlib.layers import LayerMetrics
 from shardlib.shardtypes import Of, f32, i32
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.optimizers.config import GroupConfig
 from shardwright.optimizers.rates import updates_of
@@ -116,6 +117,15 @@ def test_a_model_is_the_dense_one(recipe):
         return dense.cross_entropy(dense.logits(w, TOKENS, c.model, **how), BATCH)
 
     assert_is(expected, w, loss, g)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "recipe", ["alibi", "gated_attention", "gelu", "layer_loss", "sliding_window"]
+)
+def test_other_recipes_compute_what_one_device_does(recipe):
+    with jax.set_mesh(tiny.mesh(SHARDED)):
+        assert find_unsound(tiny.step(config(recipe))) == []
 
 
 @pytest.mark.long
