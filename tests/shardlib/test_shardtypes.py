@@ -5,7 +5,6 @@ What is refused, with its message, is in refused_types.txt.
 """
 
 import contextlib
-import dataclasses
 import functools
 import warnings
 
@@ -13,14 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardlib import shardops, shardtypes
 from shardlib.shardtypes import (
-    Array,
     Scope,
     ShardError,
-    bf16,
     dtype_name,
     f32,
     make_shardings,
@@ -36,13 +33,9 @@ P = PartitionSpec
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 
 
-def mesh_of(d, t, kind=AxisType.Explicit):
-    return jax.make_mesh((d, t), ("d", "t"), axis_types=(kind,) * 2)
-
-
 @pytest.fixture
 def mesh():
-    found = mesh_of(4, 2)
+    found = jax.make_mesh((4, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(found):
         yield found
 
@@ -51,13 +44,6 @@ def mesh():
 class Layer:
     w: f32["M/d F/t"]
     bias: f32["F/t"] | None
-
-
-@pytree_dataclass
-class Model:
-    layers: Array["layers", Layer]
-    norm: f32["M/t/d"]
-    pair: tuple[f32["M"], bf16["V/t M/d"]]
 
 
 # ---- types and scopes ----------------------------------------------------------------------------
@@ -82,20 +68,6 @@ def test_every_dtype_checks_its_own_name():
                 fn(np.zeros(2, jnp.dtype(other)))
 
 
-def module_level(x: f32["B"]) -> f32["B"]:
-    return x
-
-
-def test_sizes_hold_within_a_call_of_one_function():
-    @typed
-    def outer(x: f32["B M"]) -> f32["B M"]:
-        typed(module_level)(x[0])  # which is not nested, wherever it is decorated
-        return x
-
-    for rows in (2, 5):
-        outer(jnp.ones((rows, 3)))
-
-
 def test_scope_names_dtypes_inwards():
     act = dtype_name("act")
 
@@ -116,76 +88,10 @@ def test_scope_names_dtypes_inwards():
 # ---- shardings -----------------------------------------------------------------------------------
 
 
-def test_partition_specs_of_nested_types(mesh):
-    def specs_of(t, like=0):
-        return jax.tree.map(lambda s: s.spec, make_shardings(t, like))
-
-    specs = specs_of(Model, Model(Layer(0, 0), 0, (0, 0)))
-    assert specs.layers == Layer(w=P(None, "d", "t"), bias=P(None, "t"))
-    assert specs.norm == P(("t", "d"))
-    assert specs.pair == (P(None), P("t", "d"))
-    layer = Layer(w=P("d", "t"), bias=P("t"))
-    assert specs_of(tuple[f32["B/d"], Layer], (0, Layer(0, 0))) == (P("d"), layer)
-    assert specs_of(Array["a b", Array["c", f32["M/d"]]]) == P(None, None, None, "d")
-    assert specs_of(f32["M"] | None) == P(None)
-
-
-def test_shardings_take_the_mesh_in_force(mesh):
-    assert make_shardings(f32["M/d F/t"]) == NamedSharding(mesh, P("d", "t"))
-    layer = Layer(w=np.zeros((8, 4), np.float32), bias=None)
-    shardings = make_shardings(Layer, like=layer)
-    assert shardings == Layer(w=NamedSharding(mesh, P("d", "t")), bias=None)
-    assert jax.tree.map(jax.device_put, layer, shardings).w.sharding == shardings.w
-    zeros = jax.jit(lambda: jnp.zeros((8, 4), out_sharding=make_shardings(f32["M/d F/t"])))
-    assert zeros().sharding.spec == P("d", "t")
-    abstract = AbstractMesh((4, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.sharding.use_abstract_mesh(abstract):
-        assert jax.eval_shape(zeros).sharding.spec == P("d", "t")
-
-
 # ---- dataclasses ---------------------------------------------------------------------------------
 
 
-@pytree_dataclass
-class Scaled:
-    w: f32["M/d"]
-    scale: float = dataclasses.field(metadata={"static": True})
-
-
-@pytree_dataclass(frozen=True)
-class Named:
-    w: f32["M/d"]
-    name: str = dataclasses.field(default="unnamed", metadata={"static": True})
-
-
-def test_static_fields_pass_through_shard_map(mesh):
-    @typed_shard_map
-    def fn(x: Scaled) -> tuple[Scaled, Named]:
-        return Scaled(x.w * x.scale, scale=x.scale + 1), Named(x.w, name="copied")
-
-    scaled, named = fn(Scaled(np.arange(8, dtype=np.float32), scale=3.0))
-    np.testing.assert_array_equal(scaled.w, 3 * np.arange(8))
-    assert (scaled.scale, named.name) == (4.0, "copied")
-    assert make_shardings(Scaled, like=scaled).scale == 4.0
-
-
 # ---- typed ---------------------------------------------------------------------------------------
-
-
-def test_arguments_and_result_by_name_and_with_defaults():
-    @typed
-    def fn(
-        x: f32["B"], /, y: f32["B"] | None = None, *, z: f32["B"] = None, factor: float = 2.0
-    ) -> f32["B"]:
-        """Adds."""
-        return x * factor + (0 if y is None else y)
-
-    x = jnp.ones(3)
-    assert (fn.__name__, fn.__doc__) == ("fn", "Adds.")
-    np.testing.assert_array_equal(fn(x, z=x), 2)
-    np.testing.assert_array_equal(fn(x, x, z=x, factor=3.0), 4)
-    with pytest.raises(TypeError, match=r"missing"):
-        fn()
 
 
 def test_annotated_locals_with_closures_and_nested_functions():
@@ -208,36 +114,6 @@ def test_annotated_locals_with_closures_and_nested_functions():
         return later
 
     np.testing.assert_array_equal(outer(jnp.ones(2)), 4)
-
-
-class Base:
-    factor = 2.0
-
-    def scale(self):
-        return self.factor
-
-
-class Method(Base):
-    @typed
-    def scale(self, x: f32["B"]) -> f32["B"]:
-        y: f32["B"] = x * super().scale()
-        return y
-
-    @staticmethod
-    @typed
-    def double(x: f32["B"]) -> f32["B"]:
-        text = """
-a line at the left margin, which dedenting the source would trip over
-"""
-        y: f32["B C"] = x[:, None]
-        assert len(text.splitlines()) == 2
-        return y
-
-
-def test_methods():
-    np.testing.assert_array_equal(Method().scale(jnp.ones(2)), 2)
-    with pytest.raises(ShardError, match=r"^\S+:\d+: double, result: .*rank mismatch"):
-        Method.double(jnp.ones(2))
 
 
 def test_locals_that_cannot_be_checked_are_told():
@@ -267,11 +143,6 @@ def test_locals_that_cannot_be_checked_are_told():
 @typed_shard_map
 def double(x: f32["B/d M"], w: Layer, factor: f32[""]) -> tuple[f32["B/d M"], Layer]:
     return x * factor, w
-
-
-@typed_shard_map
-def identity(x: f32["B/d M"]) -> f32["B/d M"]:
-    return x
 
 
 @pytest.mark.parametrize("jitted", [False, True])

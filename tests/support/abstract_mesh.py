@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from shardlib.exact.verdicts import find_in
 from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map
 from shardlib.testing import sizes_of
 
@@ -57,14 +56,6 @@ def on_mesh(body: Callable, result=f32[""], mesh=MESH, **operands) -> None:
     fn, types = mapped(body, result, **operands)
     with jax.sharding.use_abstract_mesh(mesh):
         jax.eval_shape(fn, *map(shape_of, types))
-
-
-def unsound(body: Callable, result=f32[""], mesh=MESH, **operands) -> list[str]:
-    """What the check of the traced program finds wrong with the same."""
-    fn, types = mapped(body, result, **operands)
-    return [
-        str(found) for found in find_in(lambda: jax.make_jaxpr(fn)(*map(shape_of, types)), mesh)
-    ]
 
 
 def shape_of(t) -> jax.ShapeDtypeStruct:

@@ -1,1 +1,0 @@
-from docs.site.ops_page import GROUPS  # noqa: F401
