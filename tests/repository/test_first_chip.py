@@ -58,10 +58,3 @@ def test_its_cells_plan_train_and_compare(tmp_path, monkeypatch):
     assert re.search(r"^step +[\d.]+ m?s +between", printed, re.MULTILINE)  # the plan
     assert "tokens/s" in page
     assert "1 x cpu" in page
-
-
-def test_it_works_where_it_is_uploaded():
-    """Without an address, and without links, which lead nowhere there."""
-    text = NOTEBOOK.read_text()
-    assert not re.search(r"https?://|\]\(", text)
-    assert all((ROOT / page).exists() for page in re.findall(r"docs/[\w-]+\.\w+", text))

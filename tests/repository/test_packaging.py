@@ -91,12 +91,6 @@ def test_imports_are_declared():
         assert third_party(tree, in_functions=True) <= of_extras, path
 
 
-def test_every_module_is_packaged():
-    assert PROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == [
-        f"{name}*" for name in PACKAGES
-    ]
-
-
 def pins(path: Path) -> dict[str, str]:
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     return {
@@ -124,12 +118,6 @@ def test_constraints_pin_what_is_declared(path):
     assert all(Version(version).local is None for version in pinned.values())
 
 
-def test_python_versions_agree():
-    oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
-    assert oldest in [path.stem.removeprefix("py") for path in CONSTRAINTS]
-    assert f"({oldest} or newer)" in (ROOT / "Makefile").read_text()
-
-
 def test_versions_agree():
     """Of the package, of the citation, and the newest in the changelog, whose date is that of the
     citation.
@@ -142,17 +130,3 @@ def test_versions_agree():
     assert citation["version"] == PROJECT["project"]["version"]
     assert citation["abstract"] == PROJECT["project"]["description"]
     assert citation["license"] == PROJECT["project"]["license"]
-
-
-def test_the_hook_for_pre_commit_is_that_of_the_page():
-    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
-    local, named = (
-        yaml.safe_load(block)[0]["hooks"][0]
-        for block in re.findall(
-            r"^```yaml\n(.*?)^```", (ROOT / "docs/check.md").read_text(), re.DOTALL | re.MULTILINE
-        )
-    )
-    assert local["entry"] == " ".join([hook["entry"], *named["args"]])
-    assert named["id"] == hook["id"]
-    same = ("id", "name", "language", "pass_filenames", "files")
-    assert [local[key] for key in same] == [hook[key] for key in same]

@@ -12,8 +12,6 @@ import re
 import shlex
 import subprocess
 import sys
-import typing
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +25,9 @@ from shardwright.cluster.chips import chip_of
 from shardwright.inspect.planning import mesh_sizes, planned_change
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
-from shardwright.modeling.settings import ModelConfig
 from shardwright.models import delta, gpt2, mla
-from shardwright.program.config import Config
 from shardwright.program.step import trace_step
 from shardwright.settings.settings import made
-from shardwright.tools.huggingface_to_flat_tokens import TokenizerConfig
 from shardwright.tools.plan.screen import as_text
 from shardwright.tools.verify import VerifyConfig
 from tests.programs.corpus import RIGHT, WRONG
@@ -104,16 +99,6 @@ def commands(text: str) -> list[list[str]]:
     """Words of each command in a page."""
     words = [shlex.split(line, comments=True) for line in command_lines(text)]
     return [[*itertools.takewhile(lambda x: x not in ("&", "|", ";", "&&"), x)] for x in words]
-
-
-def test_lists_in_commands_are_quoted():
-    """zsh looks for files that match `[` or `*`, and ends with "no matches found"."""
-    sources = "\n".join(path.read_text() for path in (ROOT / "shardwright").rglob("*.py"))
-    lines = re.findall(r"^    python -m ([^{\n]*)$", sources, re.MULTILINE)
-    assert len(lines) > 20
-    lines += [line for page in PAGES for line in command_lines(page.read_text())]
-    unquoted = {re.sub(r"'[^']*'|\"[^\"]*\"| #.*|<[^>]*>|\$\{?\w+\}?", "", line) for line in lines}
-    assert [line for line in unquoted if re.search(r"=\S*[\[*?{]", line)] == []
 
 
 def source_files(module: str) -> list[Path]:
@@ -193,37 +178,27 @@ def test_commands_compose(monkeypatch):
             raise AssertionError(f"{page}: python -m {shlex.join(words)}: {error}") from error
 
 
-OTHER_SECTIONS = {
-    "model": (ModelConfig, mla.ModelConfig, delta.ModelConfig, gpt2.ModelConfig),
-    "verify": (VerifyConfig,),
-    "tokenizer": (TokenizerConfig,),
-}
-SECTIONS = {field.name: (field.type,) for field in dataclasses.fields(Config)} | OTHER_SECTIONS
+@functools.cache
+def known_settings() -> set[str]:
+    """Names of the settings that docs/settings.md has, and of the other models."""
+    own = {field.name for c in (mla, delta, gpt2) for field in dataclasses.fields(c.ModelConfig)}
+    page = (ROOT / "docs/settings.md").read_text()
+    return {*re.findall(r'<a id="(.*?)">', page), *(f"model.{name}" for name in own)}
 
 
-def settings_of(hint: typing.Any) -> Iterator[str]:
-    """Dotted names of the settings in a section of this type, `*` for a key of a dict."""
-    for kind in (hint, *typing.get_args(hint)):
-        if dataclasses.is_dataclass(kind):
-            for name, of in typing.get_type_hints(kind).items():
-                yield name
-                yield from (f"{name}.{inner}" for inner in settings_of(of))
-        elif typing.get_origin(kind) is dict:
-            yield from (f"*.{inner}" for inner in ["*", *settings_of(typing.get_args(kind)[1])])
-
-
-def has_setting(section: str, name: str) -> bool:
-    """`*` in `name` matches any part of a name."""
-    known = [setting for hint in SECTIONS[section] for setting in settings_of(hint)]
-    return any(
-        fnmatch.fnmatch(setting, name) or fnmatch.fnmatch(name, setting) for setting in known
+def is_setting(name: str) -> bool:
+    """`*` matches any part of a name. Sections of tools alone are not known."""
+    sections = {setting.partition(".")[0] for setting in known_settings()}
+    return name.partition(".")[0] not in sections or any(
+        fnmatch.fnmatch(setting, name) or fnmatch.fnmatch(name, setting)
+        for setting in known_settings()
     )
 
 
 def unknown_settings(text: str) -> list[str]:
     words = [word for span in spans(text) for word in span.split() if not word.endswith(".json")]
-    matches = [re.fullmatch(r"'?(\w+)\.([a-z_*][\w.*<>]*?)(=.*|:)?", word) for word in words]
-    return [m[0] for m in matches if m and m[1] in SECTIONS and not has_setting(m[1], m[2])]
+    matches = [re.fullmatch(r"'?(\w+\.[a-z_*][\w.*<>]*?)(=.*|:)?", word) for word in words]
+    return [m[0] for m in matches if m and not is_setting(m[1])]
 
 
 @functools.cache

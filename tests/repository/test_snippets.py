@@ -1,6 +1,5 @@
 """Python in the pages: each block runs in a test, or is compared with the source that it quotes."""
 
-import ast
 import doctest
 import re
 import textwrap
@@ -10,9 +9,7 @@ import jax
 import pytest
 
 from shardwright.data import loader
-from shardwright.huggingface import families
 from shardwright.modeling import masks
-from shardwright.models import gpt2
 from tests.support import tiny
 from tests.support.shipped import load
 
@@ -84,18 +81,6 @@ def test_the_scale_of_seqax():
     names = {"masks": masks}
     exec(code, names)
     assert names["mask"].scale == 1.0
-
-
-def test_the_functions_of_an_exchange_have_these_signatures():
-    tree = ast.parse(blocks("huggingface.md")[1])
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    assert [function.name for function in functions] == ["to_huggingface", "from_huggingface"]
-    for function in functions:
-        for module in (gpt2, families):
-            code = getattr(module, function.name).__code__
-            assert code.co_varnames[: code.co_argcount] == tuple(
-                argument.arg for argument in function.args.args
-            )
 
 
 def test_functions_that_compute_the_same():

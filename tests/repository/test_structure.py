@@ -4,7 +4,6 @@ down.
 
 import ast
 import functools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,22 +45,6 @@ of floors below."""
 FLOOR = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
 TOP = list(dict.fromkeys(room.partition(".")[0] for floor in FLOORS for room in floor))
 PROGRAMS = ("shardwright.tools", "bench")
-BY_NAME = {
-    "bench.other_trainers",
-    "bench.plan.trainers",
-    "bench.throughput.peers.seqax_trainer",
-    "bench.throughput.peers.worker",
-    "shardlib.parsing",
-    "shardwright.__main__",
-    "shardwright.inspect.fresh",
-    "shardwright.modeling.model",
-    "shardwright.program.spec",
-    "shardwright.program.trackers",
-    "shardwright.run.sweeps",
-    "shardwright.settings.starting",
-}
-"""Modules that import what a configuration, a command line, a pickled function, or a list of
-programs names."""
 LATE = {"shardlib.pytest_plugin", "shardwright.__main__"}
 """Modules that import others when used: before a conftest.py sets JAX's flags, or where packages
 are missing."""
@@ -74,8 +57,6 @@ SHARED.add("shardwright.tools.ladder.scales")
 """Modules of several programs."""
 RUN_TESTS = {"bench.faults", "bench.free_train"}
 """Programs that run tests, and so import what these have in common."""
-READ_STEPS = ("shardwright.run.listeners.profile", "shardwright.run.listeners.standard")
-"""Listeners that analyze the step."""
 
 
 @functools.cache
@@ -148,83 +129,8 @@ def check_module(name: str) -> None:
         assert not in_function or name in LATE, f"{said} inside a function"
         if room(target) in PROGRAMS and target not in SHARED:
             assert program(target) == program(name), f"{said}, part of another program"
-    calls = {ast.unparse(node.func) for node in ast.walk(tree(name)) if isinstance(node, ast.Call)}
-    ways = ("import_module", "__import__", "run_module")
-    found = [call for call in calls if call.rpartition(".")[2] in ways]
-    assert not found or name in BY_NAME, f"{name} imports by {', '.join(found)}"
 
 
 def test_modules_import_what_is_below_them():
     for name in modules():
         check_module(name)
-
-
-def test_what_reads_a_step_is_reached_by_one_module():
-    """A run imports that module. The others of the room change without it."""
-    for name in modules():
-        if name == "train" or name.startswith("shardwright.run."):
-            found = {target for target, _ in imports(name) if room(target) == "shardwright.inspect"}
-            is_run = name in ("shardwright.run.run", *READ_STEPS)
-            assert found <= ({"shardwright.inspect.examine"} if is_run else set()), name
-            assert '"shardwright.inspect' not in modules()[name].read_text(), name
-
-
-def hand_loops(name: str) -> list[int]:
-    """The lines of loops over equations, from any list, that go from their operands to their
-    results.
-    """
-    found = []
-    kinds = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-    for loop in ast.walk(tree(name)):
-        if isinstance(loop, kinds):
-            inside = [*ast.walk(loop)]
-            own = {x.id for x in inside if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-            parts = [ast.unparse(x).split(".") for x in inside if isinstance(x, ast.Attribute)]
-            read = {part[-1] for part in parts if part[0] in own}
-            of_results = isinstance(loop, ast.DictComp) and any(
-                ast.unparse(x.iter).endswith(".outvars") for x in loop.generators
-            )
-            if {"invars", "outvars"} <= read or of_results:
-                found.append(loop.lineno)
-    return found
-
-
-def test_one_module_goes_through_the_equations_of_a_jaxpr():
-    """No other reads them off a jaxpr, or keeps what it knows of their operands and results."""
-    readers = [
-        name
-        for name in modules()
-        if any(getattr(node, "attr", "") == "eqns" for node in ast.walk(tree(name)))
-    ]
-    assert readers == ["shardlib.interpret"]
-    assert [name for name in modules() if hand_loops(name)] == ["shardlib.interpret"]
-
-
-def test_there_is_no_circle():
-    done: set[str] = set()
-
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, f"a circle: {' → '.join((*path[path.index(name) :], name))}"
-        if name not in done:
-            for target, _ in imports(name):
-                # `from package import module` runs the package's __init__ too, which then is on the
-                # way already.
-                is_package = modules()[target].name == "__init__.py"
-                if not (is_package and f"{name}.".startswith(f"{target}.")):
-                    visit(target, (*path, name))
-            done.add(name)
-
-    for name in modules():
-        visit(name, ())
-
-
-def test_the_map_has_a_line_for_each_entry():
-    text = (ROOT / "docs/architecture.md").read_text()
-    block = text[text.index("## The map") :].split("```")[1]
-    shown = re.findall(r"^([\w.]+)/?\s+\S", block, re.MULTILINE)
-    names = [name.removesuffix(".py") for name in shown]
-    assert [name for name in names if name in TOP] == TOP
-    written = {"runs", "outputs", "multirun", "data", "build", "dist", "__pycache__"}
-    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.is_symlink()]
-    folders = {path.name for path in folders if not path.name.startswith(".")} - written
-    assert {name for name in folders if not name.endswith(".egg-info")} <= {*shown}

@@ -12,29 +12,6 @@ from tests.support.own_model import MINE
 pytest.importorskip("basedpyright")
 
 ROOT = Path(__file__).parents[2]
-OWN_DTYPE = """
-from typing import TYPE_CHECKING
-
-from shardlib.shardtypes import Of, dtype_name, f32, typed
-
-if TYPE_CHECKING:
-    from shardlib.shardtypes import AnyArray as wide
-else:
-    wide = dtype_name("wide")
-
-
-@typed
-def scaled(x: wide["B/d M"], by: f32["M"] | None = None, more: tuple[f32[""], ...] = ()) -> wide["B/d M"]:
-    y: wide["B/d M"] = x if by is None else (x.astype(wide.dtype) * by).sum(axis=-1)
-    return y if not more else y @ more[0]
-
-
-def of(model):
-    def first(w: Of[model.Weights], ids: list[Of[model.Ids]]) -> Of[model.Weights]:
-        return w.layers[ids[0]]
-
-    return first
-"""
 FAULTS = """
 import train
 from shardlib.shardtypes import f32, typed
@@ -75,16 +52,14 @@ def problems(directory: Path, *files: Path) -> list[tuple[str, int, str]]:
     return [x for x in told if x[2] != "reportInvalidTypeVarUse"]
 
 
-def test_faults_are_found_and_a_users_files_have_no_false_errors(tmp_path):
+def test_faults_are_found_and_a_users_model_has_no_false_errors(tmp_path):
     """The faults: a dim's name as a value, an attribute that a class lacks, arguments of another
     type, missing ones.
 
-    The other files are the model that docs/models.md begins with, and a dtype of one's own; `make
-    lint` checks ours.
+    The other file is the model that docs/models.md begins with; `make lint` checks ours.
     """
     files = {
         tmp_path / "mine.py": MINE,
-        tmp_path / "own_dtype.py": OWN_DTYPE,
         tmp_path / "faults.py": FAULTS,
     }
     for file, text in files.items():
