@@ -52,9 +52,6 @@ def test_who_joins_and_with_which_devices(monkeypatch):
     assert not any("coordinator_address" in arguments for arguments in calls)
 
 
-# ---- joining -------------------------------------------------------------------------------------
-
-
 def slurm(count: int, i: int, job: int = 0) -> dict[str, str]:
     """What srun sets, of which JAX reads these."""
     return {
@@ -64,30 +61,6 @@ def slurm(count: int, i: int, job: int = 0) -> dict[str, str]:
         "SLURM_PROCID": str(i),
         "SLURM_LOCALID": str(i),
     }
-
-
-@pytest.mark.long
-def test_processes_that_do_not_come_are_missed(tmp_path):
-    address = f"127.0.0.1:{free_port()}"
-    who = [f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=1"]
-    run = Run(tmp_path, 1, 1, *who, "distributed.join_timeout=2")
-    assert run.wait(60) == [LOST.code]
-    missed = f"process 1 on {HOST}: not all processes found one another within 2 s "
-    assert f"{missed}(distributed.join_timeout)" in run.stderr(0)
-    assert f"Check that process 0 runs and that all hosts reach it at {address}" in run.stderr(0)
-
-
-@pytest.mark.long
-def test_a_count_that_is_not_that_of_the_processes(tmp_path):
-    """Under Slurm with two tasks, of which the configuration expects three: all end, each with this
-    error.
-    """
-    job = free_port()
-    environment = [slurm(2, i, job) for i in range(2)]
-    run = Run(tmp_path, 2, 1, "distributed.count=3", *LIMITS, environment=environment)
-    assert run.wait() == [1, 1]
-    for i in range(2):
-        assert "distributed.count is 3, but 2 processes found one another." in run.stderr(i)
 
 
 # ---- the same as one process ---------------------------------------------------------------------

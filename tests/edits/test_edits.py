@@ -20,20 +20,15 @@ SHORT = (
 )
 """Edits that types reject in seconds, for different reasons."""
 LONG = (
-    "a number of the mesh of the run",
     "devices of the machine, in an optimizer",
-    "scores divided by this device's heads",
     "the embedding is scaled in what stages run alone",
     "one device's noise",
     "softmax of local heads",
     "a stage sums over p behind the types",
-    "the loss is reduced over t too",
-    "NVIDIA/Megatron-LM#6717",
     "NVIDIA-NeMo/Automodel#1260",
-    "marin-community/marin#7932",
     "pytorch/torchtitan#4332",
 )
-"""Edits of several configurations, of which the check rejects the first six."""
+"""Edits of several configurations, of which the check rejects the first four."""
 
 
 @pytest.mark.parametrize(
@@ -80,10 +75,9 @@ def test_the_page_is_made_of_the_collection():
     assert (ROOT / "docs/gauntlet.md").read_text() == page()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_edits_find_their_places_in_what_computes_the_same(seed):
+def test_edits_find_their_places_in_what_computes_the_same():
     """Renamed variables, split lines and swapped statements."""
-    *_, (_, source) = free_train.edited(SOURCE, seed)
+    *_, (_, source) = free_train.edited(SOURCE, 0)
     own = [edit for edit in EDITS.values() if {x.file for x in edit.changes} == {"train.py"}]
     gone = []
     for edit in own:

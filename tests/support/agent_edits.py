@@ -1,9 +1,6 @@
 """A session of an agent that edits the model: what tools.check says of each edit, and after how
 long.
 
-    python -m tests.support.agent_edits        makes the edits of the session and records
-    docs/agents.md again
-
 The edits are made in a copy of the checkout, a repository of its own.
 """
 
@@ -14,8 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,48 +78,5 @@ def verdict(found: dict) -> str:
     return "accepted: " + ", ".join(parts or ["changed"])
 
 
-def record(directory: Path) -> list[str]:
-    """The recorded parts of the page, in order: what check says of the edit with a remedy; the
-    table.
-    """
-    # nothing compiled before
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(directory / ".cache")}
-    check(directory, **environment)
-    rows, loads, seconds, shown = [], [], [], []
-    sessions = [(edit.id, edit, False) for edit in SESSION]
-    (fixed,) = (edit for edit in SESSION if edit.fix)
-    sessions.append(("the same, with its remedy", fixed, True))
-    for name, edit, with_fix in sessions:
-        with edited(directory, edit, with_fix):
-            begin = time.perf_counter()
-            _, found = check(directory, **environment)
-            seconds.append(time.perf_counter() - begin)
-        loads.append(os.getloadavg()[0])
-        shown += [as_json(found)] * (edit is fixed and not with_fix)
-        rows.append(f"| {name} | {verdict(found)} |\n")
-        print(rows[-1], end="", flush=True)
-    about = (
-        f"{os.cpu_count()} cores that other programs used too, with a load of {min(loads):.0f} "
-        f"to {max(loads):.0f}"
-    )
-    took = f"each check took {min(seconds):.0f} to {max(seconds):.0f} seconds"
-    head = "| edit | what `check` says |\n|---|---|\n"
-    return [*shown, f"Recorded on {about}; {took}:\n\n{head}{''.join(rows)}"]
-
-
-def as_json(found: dict) -> str:
-    """The verdict as a block of JSON, without the text of each check."""
-    names = ("verdict", "certain", "place", "problem", "remedy")
-    kept = {name: found[name] for name in names if name in found}
-    return f"```json\n{json.dumps(kept, indent=1, ensure_ascii=False)}\n```"
-
-
 RECORDED = re.compile(r"```json\n.*?```|^Recorded on .*?\n(?=\n[^|\n])", re.DOTALL | re.MULTILINE)
-"""The parts of the page that the script writes: a block of JSON, and the table with the line before
-it."""
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as scratch:
-        parts = iter(record(checkout(Path(scratch))))
-    PAGE.write_text(RECORDED.sub(lambda match: next(parts), PAGE.read_text()))
+"""The recorded parts of the page: a block of JSON, and the table with the line before it."""

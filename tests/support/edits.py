@@ -5,7 +5,6 @@ them.
 """
 
 import ast
-import builtins
 import contextlib
 import copy
 import dataclasses
@@ -73,7 +72,7 @@ class Change:
             return f"{text}\n\n{self.put}"
         nodes, names = self.place(text)
         begin, end = position(text, nodes[0], first=True), position(text, nodes[-1], first=False)
-        found, put = text[begin:end], self._renamed(text, names)
+        found, put = text[begin:end], self._renamed(names)
         if isinstance(nodes[0], ast.expr):
             put = in_brackets(put.replace("FOUND", in_brackets(found)))
         else:
@@ -85,17 +84,12 @@ class Change:
     def place(self, text: str) -> tuple[list[ast.AST], dict[str, str]]:
         """The nodes that `find` matches, and the names of local variables there, by those in it.
 
-        Of several places, it is the one with the fewest other names, which no other edit knows.
+        Of several places, it is the one with these very names.
         """
         scope = self.scope(tree_of(text))
         local = bound_in(scope) if isinstance(scope, ast.FunctionDef) else set()
         found = [*_matches(ast.parse(textwrap.dedent(self.find)).body, scope, local)]
-
-        def unlike(match: tuple) -> tuple[int, int]:
-            others = [new for old, new in match[1].items() if old != new]
-            return len(others), sum(name in known_names() for name in others)
-
-        best = [match for match in found if unlike(match) == min(map(unlike, found))]
+        best = [match for match in found if all(x == y for x, y in match[1].items())] or found
         if len(best) != 1:
             where = self.within or "the file"
             raise Gone(f"{where} in {self.file} has {len(best)} times: {self.find}")
@@ -110,20 +104,9 @@ class Change:
             (scope,) = found
         return scope
 
-    def _renamed(self, text: str, names: Mapping[str, str]) -> str:
+    def _renamed(self, names: Mapping[str, str]) -> str:
         """`put` with the names of local variables that the source has."""
-        if not self.within:
-            return self.put
-        tree, module = ast.parse(self.put), tree_of(text)
-        names_to = self.within.split(".")
-        chain = (".".join(names_to[: i + 1]) for i in range(len(names_to)))
-        scopes = (dataclasses.replace(self, within=x).scope(module) for x in chain)
-        outer = next((x for x in scopes if isinstance(x, ast.FunctionDef)), module)
-        known = {*dir(builtins), "FOUND", *names, *bound_in(tree), *bound_in(outer)}
-        known |= {name for node in module.body for name in names_of(node)}
-        used = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-        if lost := sorted({node.id for node in used} - known):
-            raise Gone(f"{self.within} in {self.file} no longer has {', '.join(lost)}")
+        used = [node for node in ast.walk(ast.parse(self.put)) if isinstance(node, ast.Name)]
         put = self.put
         for node in sorted(used, key=lambda x: (x.lineno, x.col_offset), reverse=True):
             begin = position(put, node, first=True)
@@ -160,20 +143,9 @@ def saved_in(within: str) -> dict[str, int]:
     }
 
 
-def name_in(within: str, find: str, name: str) -> str:
-    """What a function of train.py calls the variable `name` of an expression."""
-    _, names = Change(find, within=within).place((ROOT / "train.py").read_text())
-    return f"{within} {names[name]}"
-
-
 @functools.cache
 def tree_of(text: str) -> ast.Module:
     return ast.parse(text)
-
-
-def names_of(node: ast.stmt) -> set[str]:
-    """Names that a statement of a module binds."""
-    return {node.name} if isinstance(node, SCOPES) else bound_in(node)
 
 
 def bound_in(scope: ast.AST) -> set[str]:
@@ -184,13 +156,6 @@ def bound_in(scope: ast.AST) -> set[str]:
     found |= {x.arg for x in nodes if isinstance(x, ast.arg)}
     found |= {x.name for x in nodes if isinstance(x, SCOPES) and x is not scope}
     return found | {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-
-
-@functools.cache
-def known_names() -> set[str]:
-    """Names in what edits find."""
-    trees = [ast.parse(change.find) for edit in EDITS.values() for change in edit.changes]
-    return {x.id for tree in trees for x in ast.walk(tree) if isinstance(x, ast.Name)}
 
 
 def _matches(
