@@ -120,48 +120,32 @@ def shardwright(installed: Path, directory: Path, *arguments: str) -> str:
 
 TRAIN = (
     "train",
+    "--config-name=my_run",
     "training.steps=1",
     "training.eval_batches=0",
     "paths.model_name=a",
     "hardware.simulated_devices=4",
 )
-SMALL = (
-    "--config-name=local_test_synthetic",
-    "mesh.d=2",
-    "mesh.t=2",
-    "model.layers=1",
-    "model.d_model=64",
-)
-SMALL += ("model.d_ff=64", "model.n_kv=2", "training.seq_len=64", "training.batch_size=8")
 
 
-def test_a_project_trains_its_model_beside_files_of_our_names(installed, tmp_path):
+def test_a_project_trains_its_model_by_its_fork_beside_files_of_our_names(installed, tmp_path):
     shardwright(installed, tmp_path, "init", "mine")
     project = tmp_path / "mine"
-    (project / "train.py").write_text("raise SystemExit('not a training program')\n")
     for name in ("tools", "models", "data"):
         (project / name).mkdir()
         (project / name / "__init__.py").write_text("WHOSE = 'mine'\n")
-    model = project / "my_model.py"
+    model, fork = project / "my_model.py", project / "train.py"
     model.write_text(
         model.read_text()
         + "\nimport tools, models\n\nassert tools.WHOSE == models.WHOSE == 'mine'\n"
     )
-    said = shardwright(installed, project, *TRAIN, "--config-name=my_run")
-    assert f"{project / 'train.py'} defines no SPEC, so it does not train." in said
+    shardwright(installed, project, "fork")
+    fork.write_text(fork.read_text().replace("jax.nn.silu)", "jax.nn.gelu)"))
+    said = shardwright(installed, project, *TRAIN)
+    assert f"train.py: {fork}" in said
     assert "step 1/1  loss" in said
     (kept,) = (project / "runs/a/source").iterdir()
     assert {"my_model.py", "train.py"} <= {path.name for path in kept.iterdir()}
-
-
-def test_a_fork_is_what_runs(installed, tmp_path):
-    shardwright(installed, tmp_path, "fork")
-    fork = tmp_path / "train.py"
-    fork.write_text(fork.read_text().replace("jax.nn.silu)", "jax.nn.gelu)"))
-    said = shardwright(installed, tmp_path, *TRAIN, *SMALL)
-    assert f"train.py: {fork}" in said
-    (kept,) = (tmp_path / "runs/a/source").iterdir()
-    assert any("jax.nn.gelu)" in path.read_text() for path in kept.glob("*train.py"))
-    assert re.search(
-        r"^\+.*jax\.nn\.gelu\)", shardwright(installed, tmp_path, "fork", "--diff"), re.MULTILINE
-    )
+    assert "jax.nn.gelu)" in (kept / "train.py").read_text()
+    changes = shardwright(installed, project, "fork", "--diff")
+    assert re.search(r"^\+.*jax\.nn\.gelu\)", changes, re.MULTILINE)

@@ -250,7 +250,6 @@ class Edit:
     here: str = ""
     why: str = ""
     spmd: str = ""
-    shown: bool = False
     session: int = 0
     check: str = ""
     same: bool = False
@@ -271,37 +270,18 @@ class Edit:
     @functools.cached_property
     def lines(self) -> dict[str, set[int]]:
         """Numbers of the lines that may be named, by file."""
-        found = {}
-        for file, text in self.files.items():
-            if not file.endswith(".py"):
-                continue
-            if self.line in ("", ANY):
-                found[file] = lines_of(text, (ROOT / file).read_text())
-                continue
-            within = self.changes[0].within
-            nodes, _ = Change(self.line, within=within, file=file).place(text)
-            found[file] = {*range(nodes[0].lineno, nodes[-1].end_lineno + 1)}
-        return found
+        edited = ((file, text) for file, text in self.files.items() if file.endswith(".py"))
+        return {file: lines_of(text, (ROOT / file).read_text()) for file, text in edited}
 
     def is_named_in(self, message: str) -> bool:
         """True if a message names one of these lines as its place, or as one from which that is
         called.
         """
-        if self.line == ANY:
-            return True
-        named = (
-            (file, rf"^(?:  called from )?<changed_{Path(file).stem} -?\d+>:(\d+(?:, \d+)*)")
-            for file in self.lines
-        )
-        lists = (
-            (file, numbers)
-            for file, place in named
-            for numbers in re.findall(place, message, re.MULTILINE)
-        )
-        return any(
-            self.lines[file] & {int(number) for number in numbers.split(", ")}
-            for file, numbers in lists
-        )
+        place = r"^(?:  called from )?<changed_(\w+) -?\d+>:(\d+(?:, \d+)*)"
+        found = re.findall(place, message, re.MULTILINE)
+        named = {(stem, int(number)) for stem, numbers in found for number in numbers.split(", ")}
+        own = {(Path(file).stem, number) for file in self.lines for number in self.lines[file]}
+        return self.line == ANY or bool(named & own)
 
 
 ANY = "…"
@@ -354,6 +334,13 @@ def edit_of(id: str, table: dict) -> Edit:
 
 
 EDITS = {id: edit_of(id, table) for id, table in DATA["edit"].items()}
+BUGS = [edit for edit in EDITS.values() if edit.bug]
+"""Those that other frameworks have published."""
+
+
+def catcher(edit: Edit) -> str:
+    """What catches a bug, of GATES; empty if there is no edit."""
+    return next((gate for gate in GATES if getattr(edit, gate)), "")
 
 
 def faults() -> list[Edit]:
@@ -469,7 +456,7 @@ def trace(step: Step) -> None:
 def wrong_verdict(edit: Edit, config: str) -> str:
     """How the verdict on an edit differs from what edits.toml says; empty if it does not."""
     found, text = refusal(edit, config)
-    gate = next(gate for gate in GATES if getattr(edit, gate))
+    gate = catcher(edit)
     expected = "" if gate == "test" else gate
     if found != expected:
         return f"rejected by {found or 'nothing'}, not by {expected or 'nothing'}: {text}"
