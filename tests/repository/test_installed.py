@@ -145,7 +145,7 @@ def test_a_project_trains_its_model_by_its_fork_beside_files_of_our_names(instal
     assert f"train.py: {fork}" in said
     assert "step 1/1  loss" in said
     (kept,) = (project / "runs/a/source").iterdir()
-    assert {"my_model.py", "train.py"} <= {path.name for path in kept.iterdir()}
-    assert "jax.nn.gelu)" in (kept / "train.py").read_text()
+    assert (kept / "my_model.py").exists()
+    assert any("jax.nn.gelu)" in path.read_text() for path in kept.glob("*train.py"))
     changes = shardwright(installed, project, "fork", "--diff")
     assert re.search(r"^\+.*jax\.nn\.gelu\)", changes, re.MULTILINE)

@@ -45,12 +45,6 @@ def with_padding(w, x):
     return lax.scan(turn, x, (w, jnp.arange(LAYERS)))[0]
 
 
-def with_a_shared_weight(w, x):
-    """The gradient of one weight is added up in the loop, turn by turn."""
-    shared = w["up"][0]
-    return lax.scan(lambda x, w: (layer(x, w | {"up": shared}), None), x, w)[0]
-
-
 def branches_that_differ(w, x):
     """A product in one branch, a sum in the other, both for the same weight."""
     first = jax.tree.map(lambda stack: stack[0], w)
@@ -58,18 +52,12 @@ def branches_that_differ(w, x):
     return lax.switch(jnp.int32(x.sum() > 1e9) + 1, branches, x, first)
 
 
-def jitted(w, x):
-    return jax.jit(lambda w, x: looped(w, x))(w, x)
-
-
 PROGRAMS = [  # and whether the first half keeps what it reads for the second one
     (plain, True),
     (looped, False),
     (checkpointed, True),
     (with_padding, False),
-    (with_a_shared_weight, True),
     (branches_that_differ, True),
-    (jitted, False),
 ]
 
 

@@ -47,27 +47,21 @@ class Gone(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Puts a text in place of an expression, or of statements, up to the names of local variables;
-    or of what a regular expression matches.
+    """Puts a text in place of an expression, or of statements, up to the names of local
+    variables.
     """
 
     find: str = ""
     put: str = ""
     within: str = ""
     """The function or class that has it, such as `Llama.layer`; empty: the whole file."""
-    regex: str = ""
     file: str = "train.py"
 
     def apply(self, text: str) -> str:
         """The text of the file after the change.
 
-        Without `find` and `regex`, the new text is put at its end. Raises Gone without its place.
+        Without `find`, the new text is put at its end. Raises Gone without its place.
         """
-        if self.regex:
-            found = [*re.finditer(self.regex, text)]
-            if len(found) != 1:
-                raise Gone(f"{self.file} has {len(found)} times: {self.regex}")
-            return text[: found[0].start()] + found[0].expand(self.put) + text[found[0].end() :]
         if not self.find:
             return f"{text}\n\n{self.put}"
         nodes, names = self.place(text)

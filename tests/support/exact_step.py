@@ -215,14 +215,8 @@ def remembered(config_at):
 
     def at(c, step):
         free = {"steps": c.training.steps, "resume_step": c.training.resume_step}
-        key = (
-            repr(
-                dataclasses.replace(
-                    c, training=dataclasses.replace(c.training, **dict.fromkeys(free))
-                )
-            ),
-            step,
-        )
+        bare = dataclasses.replace(c.training, steps=None, resume_step=None)
+        key = repr(dataclasses.replace(c, training=bare)), step
         found = _CONFIGS[key] = _CONFIGS.get(key) or config_at(c, step)
         return dataclasses.replace(found, training=dataclasses.replace(found.training, **free))
 
@@ -239,17 +233,9 @@ def use(patch) -> None:
     lower: Any = step.Step.lowered
 
     def trace(c, model, spec=None):
-        t = c.training
-        mesh = jax.sharding.get_mesh()
-        key = (
-            mesh,
-            t.batch_size,
-            t.seq_len,
-            t.microbatches,
-            t.seed,
-            t.init_from,
-            c.optimizer.learning_rate,
-        )
+        t, mesh = c.training, jax.sharding.get_mesh()
+        sizes = t.batch_size, t.seq_len, t.microbatches
+        key = (mesh, sizes, t.seed, t.init_from, c.optimizer.learning_rate)
         return _STEPS.setdefault(key, step.Step(c, MODEL, mesh, SPEC))
 
     def lower_once(self):

@@ -14,46 +14,23 @@ import typeguard
 
 from shardlib.shardtypes import ArrayType
 
-_checked: dict[Callable, Callable] = {}
-
 
 def check_modules(*modules: ModuleType) -> None:
-    """From now on, all functions and methods of `modules` check what they are given and what they
-    return.
+    """From now on, the methods of `modules` and the functions that they call by their own names
+    check what they are given and what they return.
 
-    Of a package, those of all its modules that are imported by now.
-
-    jaxtyping's import hook would do so only for modules that no other test has imported before.
+    Of a package, those of all its modules that are imported by now. jaxtyping's import hook would
+    do so only for modules that no other test has imported before.
     """
-    loaded = [
-        m
-        for module in modules
-        for name, m in sys.modules.items()
-        if f"{name}.".startswith(f"{module.__name__}.")
-    ]
-    for module in loaded:
-        for holder in [
-            module,
-            *(
-                c
-                for c in vars(module).values()
-                if inspect.isclass(c) and c.__module__ == module.__name__
-            ),
-        ]:
+    begins = tuple(f"{module.__name__}." for module in modules)
+    for module in [m for name, m in sys.modules.items() if f"{name}.".startswith(begins)]:
+        classes = [c for c in vars(module).values() if inspect.isclass(c)]
+        for holder in (module, *(c for c in classes if c.__module__ == module.__name__)):
             for name, function in list(vars(holder).items()):
-                if (
-                    inspect.isfunction(function)
-                    and function.__code__.co_filename == module.__file__
-                ):
-                    _checked[function] = jaxtyping.jaxtyped(
-                        function, typechecker=_check_annotations
-                    )
-                    setattr(holder, name, _checked[function])
-    # What one module has imported from another by name.
-    for module in loaded:
-        for name, value in list(vars(module).items()):
-            if inspect.isfunction(value) and value in _checked:
-                setattr(module, name, _checked[value])
+                code = getattr(function, "__code__", None)
+                if inspect.isfunction(function) and code.co_filename == module.__file__:
+                    checked = jaxtyping.jaxtyped(function, typechecker=_check_annotations)
+                    setattr(holder, name, checked)
 
 
 def _check_annotations(function: Callable) -> Callable:
@@ -62,22 +39,21 @@ def _check_annotations(function: Callable) -> Callable:
     """
     signature = inspect.signature(function)
 
+    def check(value: object, annotation: object) -> None:
+        # shardlib checks its own types.
+        if annotation in (inspect.Signature.empty, Self) or isinstance(annotation, ArrayType):
+            return
+        every = typeguard.CollectionCheckStrategy.ALL_ITEMS
+        typeguard.check_type(value, annotation, collection_check_strategy=every)
+
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             parameter = signature.parameters[name]
             if parameter.kind is not parameter.VAR_POSITIONAL:
-                _check(value, parameter.annotation)
+                check(value, parameter.annotation)
         result = function(*args, **kwargs)
-        _check(result, signature.return_annotation)
+        check(result, signature.return_annotation)
         return result
 
     return wrapper
-
-
-def _check(value: object, annotation: object) -> None:
-    # shardlib checks its own types.
-    if annotation not in (inspect.Signature.empty, Self) and not isinstance(annotation, ArrayType):
-        typeguard.check_type(
-            value, annotation, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS
-        )

@@ -43,20 +43,13 @@ def edited_module(file: str, source: str):
     before, name = dict(vars(module)), f"<changed_{Path(file).stem} {hash(source)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     exec(compile(source, name, "exec"), vars(module))
-    after = dict(vars(module))
-    new = {
-        id(old): after[key]
-        for key, old in before.items()
-        if callable(old) and after[key] is not old
-    }
-    others = [
-        other for key, other in sys.modules.items() if key.startswith(("shardwright.", "train"))
+    changed = ((old, vars(module)[key]) for key, old in before.items() if callable(old))
+    new = {id(old): now for old, now in changed if now is not old}
+    names_of = [
+        vars(x) for key, x in sys.modules.items() if key.startswith(("shardwright.", "train"))
     ]
     imported = [
-        (vars(other), key, old)
-        for other in others
-        for key, old in vars(other).items()
-        if id(old) in new
+        (names, key, old) for names in names_of for key, old in names.items() if id(old) in new
     ]
     for names, key, old in imported:
         names[key] = new[id(old)]
