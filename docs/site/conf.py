@@ -34,7 +34,7 @@ pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 
 myst_heading_anchors = 4
-# what is stored is shown; tests/repository/test_tour.py compares the tour with a run
+# what is stored is shown; tests/repository/test_notebooks.py compares the tour with a run
 nb_execution_mode = "off"
 nb_merge_streams = True
 # of the examples in docs/ops.md, whose results are not copied

@@ -3,13 +3,11 @@
 import ast
 import functools
 import importlib.metadata
-import re
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -116,17 +114,3 @@ def test_constraints_pin_what_is_declared(path):
             f"{name}=={pinned[name]} is not {requirement}"
         )
     assert all(Version(version).local is None for version in pinned.values())
-
-
-def test_versions_agree():
-    """Of the package, of the citation, and the newest in the changelog, whose date is that of the
-    citation.
-    """
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    found = re.findall(
-        r"^## (\d+\.\d+\.\d+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
-    assert found[0] == (PROJECT["project"]["version"], str(citation["date-released"]))
-    assert citation["version"] == PROJECT["project"]["version"]
-    assert citation["abstract"] == PROJECT["project"]["description"]
-    assert citation["license"] == PROJECT["project"]["license"]

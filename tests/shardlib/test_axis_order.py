@@ -1,5 +1,5 @@
 """A dim keeps the axes that shard it, in their order: JAX's types know neither, and another order
-permutes the data.
+permutes the data. Groups of axes: `B/b` is `B/r/d/e`, `+b` is `+r +d +e`, `*fsdp` is `*c *d *e`.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardlib import shardops
 from shardlib.axes import AXIS_ORDER
-from shardlib.parsing import ShardError, parse_shape
+from shardlib.parsing import ShardError, parse_op, parse_shape
 from shardlib.shardtypes import f32, make_shardings, typed, typed_shard_map
 
 pytestmark = pytest.mark.quick
@@ -77,3 +77,20 @@ def test_only_t_and_c_have_two_orders():
             continue
         with pytest.raises(ShardError, match=f"write M/{b}/{a}"):
             parse_shape(f"M/{a}/{b}")
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "printed"),
+    [
+        ("B/b L/c/t M", "B/r/d/e L/c/t M", "B/b L/c/t M"),
+        ("V/t M/fsdp/p", "V/t M/c/d/e/p", "V/t M/fsdp/p"),
+        ("B E +c +b", "B E +c +r +d +e", "B E +r +c +d +e"),
+        ("K/t Q *fsdp", "K/t Q *c *d *e", "K/t Q *c *d *e"),
+        ("+t +fsdp *r", "+t +c +d +e *r", "+t +c +d +e *r"),
+    ],
+)
+def test_a_group_is_its_axes(text, axes, printed):
+    group, same = parse_shape(text), parse_shape(axes)
+    assert (group, hash(group), f32[text]) == (same, hash(same), f32[axes])
+    assert str(group) == printed
+    assert parse_op(f"{text}, {text} ->").lhs == parse_op(f"{axes}, {axes} ->").lhs
