@@ -37,7 +37,7 @@ LONG = (
         *(pytest.param(id, marks=pytest.mark.long) for id in LONG),
     ],
 )
-def test_types_reject_it_or_the_check_at_its_line(id):
+def test_types_or_the_check_reject_it(id):
     edit = EDITS[id]
     try:
         assert edit.files

@@ -8,34 +8,26 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.edits import EDITS, Edit
+from tests.support.edits import EDITS, Edit, copied
 from tests.support.recipes import ROOT
 
 SESSION = sorted((edit for edit in EDITS.values() if edit.session), key=lambda edit: edit.session)
 PAGE = ROOT / "docs/agents.md"
 COMMAND = ["-m", "tools.check", "--config-name=local_test_synthetic", "check.output=json"]
-TRACKED = ("train.py", "shardlib", "shardwright", "configs", "tools", "docs")
 
 
 def checkout(directory: Path) -> Path:
     """A repository in `directory` with the sources of this checkout, in one commit."""
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "site", "pictures")
-    for name in TRACKED:
-        source, target = ROOT / name, directory / name
-        if source.is_dir() and not source.is_symlink():
-            shutil.copytree(source, target, symlinks=True, ignore=ignored)
-        else:
-            shutil.copy(source, target, follow_symlinks=False)
+    copy = copied(directory / "checkout")
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "begin"]):
-        subprocess.run([*git, *words], cwd=directory, check=True)
-    return directory
+        subprocess.run([*git, *words], cwd=copy, check=True)
+    return copy
 
 
 @contextlib.contextmanager
