@@ -16,21 +16,26 @@ from shardlib.shardtypes import ArrayType
 
 
 def check_modules(*modules: ModuleType) -> None:
-    """From now on, the methods of `modules` and the functions that they call by their own names
-    check what they are given and what they return.
+    """From now on, all functions and methods of `modules` check what they are given and what they
+    return.
 
     Of a package, those of all its modules that are imported by now. jaxtyping's import hook would
     do so only for modules that no other test has imported before.
     """
     begins = tuple(f"{module.__name__}." for module in modules)
-    for module in [m for name, m in sys.modules.items() if f"{name}.".startswith(begins)]:
+    loaded = [module for name, module in sys.modules.items() if f"{name}.".startswith(begins)]
+    checked: dict[Callable, Callable] = {}
+    for module in loaded:
         classes = [c for c in vars(module).values() if inspect.isclass(c)]
         for holder in (module, *(c for c in classes if c.__module__ == module.__name__)):
-            for name, function in list(vars(holder).items()):
-                code = getattr(function, "__code__", None)
-                if inspect.isfunction(function) and code.co_filename == module.__file__:
-                    checked = jaxtyping.jaxtyped(function, typechecker=_check_annotations)
-                    setattr(holder, name, checked)
+            for name, of in list(vars(holder).items()):
+                if inspect.isfunction(of) and of.__code__.co_filename == module.__file__:
+                    checked[of] = jaxtyping.jaxtyped(of, typechecker=_check_annotations)
+                    setattr(holder, name, checked[of])
+    for module in loaded:  # what one has imported from another by name
+        for name, of in list(vars(module).items()):
+            if inspect.isfunction(of):
+                setattr(module, name, checked.get(of, of))
 
 
 def _check_annotations(function: Callable) -> Callable:
