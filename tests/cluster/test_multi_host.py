@@ -190,7 +190,8 @@ def saved(run: Run) -> list[int]:
 
 @pytest.mark.long
 def test_processes_that_are_lost_and_stopped_go_on_as_if_nothing_had_been(unbroken, tmp_path):
-    lost = two(tmp_path, hooks={1: AT_A_BATCH.format(STEPS - 6, "SIGKILL")})
+    ahead = "data.prefetch=1"  # so that checkpoints are there before it reads this batch
+    lost = two(tmp_path, ahead, hooks={1: AT_A_BATCH.format(STEPS - 4, "SIGKILL")})
     code, killed = lost.wait()
     assert killed == -signal.SIGKILL
     # JAX aborts it, unless a collective fails before.
@@ -199,7 +200,7 @@ def test_processes_that_are_lost_and_stopped_go_on_as_if_nothing_had_been(unbrok
     assert (by_jax if code != LOST.code else LOST.what) in lost.stderr(0)
 
     step = max(saved(lost))
-    stopped = two(tmp_path, hooks={1: AT_A_BATCH.format(STEPS - 1, "SIGTERM")})
+    stopped = two(tmp_path, ahead, hooks={1: AT_A_BATCH.format(STEPS - 1, "SIGTERM")})
     assert stopped.wait() == [STOPPED.code] * 2, stopped.stderr(0)
     assert f"resumed after {step} steps" in stopped.stdout(0)
     done = len(stopped.losses())
