@@ -15,8 +15,7 @@ from omegaconf import open_dict
 
 from shardwright.program.checks import to_config
 from shardwright.program.config import Config
-from shardwright.settings.output import say
-from shardwright.tools.report.__main__ import Settings, show_report
+from shardwright.settings.output import quoted, say
 from shardwright.tools.report.reading import find_runs, read_run
 
 ARMS = ("baseline", "idea")
@@ -121,9 +120,7 @@ def compare(c: Config, settings: CompareConfig) -> None:
                 *own,
                 f"training.seed={','.join(map(str, settings.seeds))}",
             )
-    show_report(
-        Settings(
-            run=[str(root / f"{name}/{arm}-*") for arm in ARMS],
-            output=str(root / f"{name}/report.html"),
-        )
-    )
+    runs = ",".join(quoted(str(root / f"{name}/{arm}-*")) for arm in ARMS)
+    output = quoted(str(root / f"{name}/report.html"))
+    command = [sys.executable, "-m", "tools.report", f"run=[{runs}]", f"output={output}"]
+    subprocess.run(command, check=True)
