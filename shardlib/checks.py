@@ -4,8 +4,9 @@ This runs while JAX traces and adds nothing to the compiled program.
 """
 
 import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -48,6 +49,27 @@ def _without_dtype(value: object) -> str:
     return describe(value).partition("[")[2]
 
 
+_LOCATE: contextvars.ContextVar[Callable[[ShardError], ShardError]] = contextvars.ContextVar(
+    "shardlib_locate", default=lambda error: error
+)
+
+
+def refuse_gradient(x: jax.Array, error: ShardError) -> jax.Array:
+    """Returns `x`. Differentiating it raises `error`, as the check in force would now.
+
+    Noise, masks and the code of an optimizer are not differentiated, nor is what stop_gradient
+    stands before.
+    """
+    error = _LOCATE.get()(error)
+    identity = jax.custom_jvp(lambda x: x)
+
+    @identity.defjvp
+    def refuse(primals, tangents):
+        raise error
+
+    return identity(x)
+
+
 @contextlib.contextmanager
 def checking(where: str, **values: object) -> Iterator[Sizes]:
     """Context of one check.
@@ -58,12 +80,19 @@ def checking(where: str, **values: object) -> Iterator[Sizes]:
     """
     current = current_scope()
     sizes = dict(current.sizes)
+
+    def locate(error: ShardError) -> ShardError:
+        return error if error.context else error.located(where, error_context(sizes, **values))
+
+    token = _LOCATE.set(locate)
     try:
         yield sizes
     except ShardError as error:
         if error.context:
             raise
-        raise error.located(where, error_context(sizes, **values)) from None
+        raise locate(error) from None
+    finally:
+        _LOCATE.reset(token)
     current.sizes.update(sizes)
 
 

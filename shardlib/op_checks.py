@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.checks import check_divisible, check_value, checking, note_type
+from shardlib.checks import check_divisible, check_value, checking, note_type, refuse_gradient
 from shardlib.mesh import inside_shard_map, on_mesh, stage_axes
 from shardlib.opaque import WITHOUT_COPY, Copy, OpName, Partial, unwrap, varying
 from shardlib.parsing import (
@@ -190,9 +189,8 @@ def zeros_like_traced(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
 def cast(
     position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str], axes: Iterable[str]
 ) -> jax.Array:
-    """Casts an operand to vary over `axes`.
-
-    Raises ShardError if that hides a reduction of its gradient.
+    """Casts an operand to vary over `axes`. Differentiating it raises ShardError if that hides a
+    reduction of its gradient.
     """
     kind = jax.typeof(value).manual_axis_type
     same = sort_axes(set(axes) - kind.varying - kind.reduced - set(copies))
@@ -209,11 +207,14 @@ def cast(
                 f"mark it once, where operand {position} is made: x = replicate('... -> ... "
                 f"{marks}', x)"
             )
-        raise MayBeRight(
+        error = MayBeRight(
             f"operand {position} `{spec}` is the same on every device of {names}, over which the "
             f"result varies: its gradient would be silently all-reduced over {names}",
             remedy,
         )
+        if set(same) & spec.sharded:
+            raise error
+        value = refuse_gradient(value, error)
     return varying(value, axes)
 
 
@@ -223,8 +224,7 @@ def cast_to_result(
     """Casts the operands of a matmul to vary over the axes of its result.
 
     Also returns these axes, and the copy axes. `values` are the arrays in `operands`. Raises
-    ShardError if the result is marked as a copy and no operand is one, and if a cast would hide a
-    reduction of a gradient.
+    ShardError if the result is marked as a copy and no operand is one.
     """
     kinds = [jax.typeof(value).manual_axis_type for value in values]
     # In a pipeline stage any value may vary over p, so the result of what was gathered over p does.
@@ -298,24 +298,6 @@ def refuse_repeated_gradient(position: int, x: jax.Array, op: OpSpec) -> jax.Arr
     return refuse_gradient(x, error)
 
 
-def refuse_gradient(x: jax.Array, error: ShardError) -> jax.Array:
-    """Returns `x`. Differentiating it raises `error`.
-
-    The error points to the line where it was made.
-    """
-    identity = jax.custom_jvp(lambda x: x)
-
-    @identity.defjvp
-    def refuse(primals, tangents):
-        raise error
-
-    return identity(x)
-
-
-# ---- einsum --------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=4096)
 def _check_operands(op: OpSpec) -> None:
     """Raises ShardError for a dim that is named twice, or an operand that is a partial sum."""
     for i, shape in enumerate((*op.lhs, op.rhs), 1):

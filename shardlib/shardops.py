@@ -437,11 +437,12 @@ def all_to_all(spec, x):
 
 
 def shard(spec, x):
-    """Keeps this device's block of a dim that every device has whole, in an integer or bool array.
+    """Keeps this device's block of a dim that every device has whole.
 
     - sends: nothing
     - gradient: none
-    - rejects: floats, whose gradient would be lost or counted twice; a partial sum
+    - rejects: a partial sum; differentiating it, because the gradient of what it cuts off would be
+      lost or counted twice
 
     >>> @typed_shard_map
     ... def own_ids(ids: i32["B/d L"]) -> i32["B/d L/t"]:
@@ -459,11 +460,12 @@ def shard(spec, x):
         if any(removed) or not any(added) or lhs.partial or rhs.partial:
             raise wrong_spec(op, "add axes at the end of dims: `B L -> B L/c`")
         if jnp.issubdtype(value.dtype, jnp.inexact):
-            raise MayBeRight(
+            error = MayBeRight(
                 f"operand 1 is {describe(x)}: the gradient of what shard cuts off would be lost "
                 "or counted twice",
                 "produce it with psum_scatter, or gather less of what it is computed from",
             )
+            value = refuse_gradient(value, error)
         check_result_divisible(rhs, sizes)
         value = cast(1, lhs, value, (), rhs.sharded)
     for i, axes in enumerate(added):
