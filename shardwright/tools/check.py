@@ -287,11 +287,15 @@ def check_origin() -> None:
             raise ValueError(f"Python imports {file} in place of the same file of that source")
 
 
-def started(words: Sequence[str], directory: Path, roots: tuple[str, str]) -> subprocess.Popen:
+def started(
+    words: Sequence[str], directory: Path, roots: tuple[str, str], without: Sequence[str] = ()
+) -> subprocess.Popen:
     """Starts this program with the settings of this run and those of `words`, on the source of a
     directory.
+
+    `without` are the words of this run's settings that it does not have.
     """
-    own = [word for word in sys.argv[1:] if not word.startswith("check.")]
+    own = [word for word in sys.argv[1:] if not word.startswith("check.") and word not in without]
     here, there = roots
     moved = [
         there + path.removeprefix(here) for path in sys.path if f"{path}/".startswith(f"{here}/")
@@ -305,12 +309,24 @@ def started(words: Sequence[str], directory: Path, roots: tuple[str, str]) -> su
 
 
 def compared(
-    now: dict[str, Any], process: subprocess.Popen, roots: tuple[str, str]
+    now: dict[str, Any],
+    process: subprocess.Popen,
+    roots: tuple[str, str],
+    restart: Callable[[Sequence[str]], subprocess.Popen],
 ) -> dict[str, Any]:
     """The `difference` of a result from that of a process on other source, or why it is
     `unknown`.
+
+    If that source lacks settings of this run's command line, `restart` starts it without them.
     """
     out, err = process.communicate()
+    new: list[str] = []
+    while named := re.search(r"there is no setting ([\w.]+)\.", out + err):
+        words = [x for x in sys.argv[1:] if x.lstrip("+").partition("=")[0] == named[1]]
+        if not words or words[0] in new:
+            break
+        new += words
+        out, err = restart(new).communicate()
     here, there = (json.dumps(f"{root}/")[1:-1] for root in roots)
     try:
         before = json.loads(out.strip().rpartition("\n")[2].replace(there, here))
@@ -322,7 +338,7 @@ def compared(
             "unknown": f"it cannot be checked: it is rejected there: {before['place']} "
             f"{before['problem']}"
         }
-    return {"difference": difference(now, before)}
+    return {"difference": difference(now, before) | {"new_settings": new}}
 
 
 def functions_compared(now: Mapping[str, str], before: Mapping[str, str]) -> dict[str, Any]:
@@ -408,13 +424,18 @@ def as_text(found: dict[str, Any]) -> str:
     if "unknown" in found:
         return "\n".join([*lines, f"  {'–':9}{found['unknown']}"])
     than = found["difference"]
+    if than["new_settings"]:
+        lines.append(f"  {'settings':9}without {' '.join(than['new_settings'])}, unknown there")
     if than["same_program"]:
         return "\n".join([*lines, f"  {'program':9}no change"])
     lines.append(
         f"  {'program':9}changed: {listed(than['lines'], MOST) or 'lines that left, or settings'}"
     )
     functions = {True: "the same, in exact arithmetic", None: "not compared: the inputs differ"}
-    function = functions.get(than["same_function"], f"differs: {', '.join(than['results'][:2])}, …")
+    function = functions.get(
+        than["same_function"],
+        f"differs: {', '.join(than['results'][:2])}{', …' * (len(than['results']) > 2)}",
+    )
     lines.append(f"  {'function':9}{function}")
     for name, title, shown in (("seconds", "time", in_seconds), ("bytes", "memory", in_bytes)):
         if (of := than.get(name)) is not None:
@@ -447,9 +468,13 @@ def job(c: Config, settings: CheckConfig) -> None:
                 name, directory, roots = stack.enter_context(source_at(settings.against))
                 same = [word for word in sys.argv[1:] if word.startswith("check.devices=")]
                 words = [*same, "check.against=null", "check.output=json"]
-                # while this one checks its own
-                other = stack.enter_context(started(words, directory, roots))
-                stack.callback(other.kill)
+
+                def start(new: Sequence[str] = ()) -> subprocess.Popen:
+                    process = stack.enter_context(started(words, directory, roots, new))
+                    stack.callback(process.kill)
+                    return process
+
+                other = start()  # while this process checks its own source
                 against = {"against": name}
         except ValueError:
             if settings.against != CheckConfig.against:
@@ -467,7 +492,7 @@ def job(c: Config, settings: CheckConfig) -> None:
         except Exception as error:  # of a model that cannot be made
             found = {"checks": [], **rejection(error)}
         if found["verdict"] == "accepted":
-            found |= against | (compared(found, other, roots) if other else {})
+            found |= against | (compared(found, other, roots, start) if other else {})
     if settings.against and "costs" in found:  # pages of lines, which only the comparison needs
         del found["program"]["lines"], found["costs"]["by_line"], found["results"]
     say(json.dumps(found) if settings.output == "json" else as_text(found))
