@@ -487,6 +487,8 @@ def update_state(
     g = rates.row_major(jax.tree.map(zero_if_frozen, updates, g))
     g, norm = clip_by_global_norm(g, config.optimizer.clip_norm)
     rate = rates.learning_rate(step, config.optimizer, schedule_step)
+    at = step if schedule_step is None else schedule_step
+    updates = rates.decayed(updates, at, config.optimizer)
     # Each changes the weights that `updates` assigns to it, and leaves the others.
     for optimizer in rates.algorithms(config.optimizer, OPTIMIZERS).values():
         state = optimizer(state, g, step, rate, config.optimizer, updates)

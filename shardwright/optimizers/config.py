@@ -75,6 +75,9 @@ class OptimizerConfig:
     least 1e-30."""
     weight_decay: float = at_least_0(0.1, CHANGING)
     """Decoupled weight decay (arXiv 1711.05101), multiplied by the learning rate."""
+    decay_schedule: str | None = setting(CHANGING, default=None)
+    """module:function of your own that gives a factor on all weight decays at a step
+    (docs/changing.md). Null: 1."""
     decay_on: list[str] = dataclasses.field(default_factory=lambda: list(KINDS))
     """The kinds of weights that decay: matrix, embedding, unembedding (also tied tables), vector
     (norms, biases)."""
@@ -100,6 +103,11 @@ class OptimizerConfig:
 def check_optimizer(c: OptimizerConfig) -> None:
     """Raises ValueError for a setting that is not allowed, or contradicts another one."""
     is_own = ":" in c.schedule
+    if c.decay_schedule is not None and ":" not in c.decay_schedule:
+        raise ValueError(
+            f"optimizer.decay_schedule is {c.decay_schedule!r}; give module:function, such as "
+            "my_file:my_decay."
+        )
     if not is_own:
         check_choice("optimizer.schedule", c.schedule, ("cosine", "linear", "wsd", "constant"))
     if c.parametrization != "standard" and not c.base:

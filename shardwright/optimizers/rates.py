@@ -44,7 +44,7 @@ def learning_rate(
     step = jnp.float32(step)
     at = step if schedule_step is None else schedule_step
     if ":" in c.schedule:
-        return c.learning_rate * _own_schedule(at, c)
+        return c.learning_rate * _own_schedule(at, c, "schedule")
     height = 1.0  # above the floor, as a fraction
     if c.schedule != "constant" and (end := c.schedule_steps) is not None:
         begin = end - (c.cooldown_steps or 0) if c.schedule == "wsd" else c.warmup_steps
@@ -54,19 +54,30 @@ def learning_rate(
     return c.learning_rate * jnp.where(step < c.warmup_steps, step / max(c.warmup_steps, 1), decay)
 
 
-def _own_schedule(at: jax.Array, c: OptimizerConfig) -> jax.Array:
-    """The fraction of the peak by the user's own schedule.
+def decayed(updates: Any, at: i32[""] | f32[""], c: OptimizerConfig) -> Any:
+    """The tree of Update at a place in the schedule, with weight decays times
+    c.decay_schedule.
+    """
+    if c.decay_schedule is None:
+        return updates
+    share = _own_schedule(jnp.float32(at), c, "decay_schedule")
+    return jax.tree.map(lambda x: dataclasses.replace(x, decay=x.decay * share), updates)
+
+
+def _own_schedule(at: jax.Array, c: OptimizerConfig, setting: str) -> jax.Array:
+    """The factor by the user's own schedule, which a setting names.
 
     Raises ShardError if it gives no number.
     """
-    schedule = named("schedule", c.schedule, {}, TAKES["schedule"])
+    name = getattr(c, setting)
+    schedule = named("schedule", name, {}, TAKES["schedule"])
     try:
         share = jnp.asarray(schedule(at, c), jnp.float32)
         if share.shape:
             raise TypeError(f"it returns an array of shape {share.shape}")
     except (TypeError, ValueError) as error:
         raise ShardError(
-            f"optimizer.schedule={c.schedule} gives no number for a step: "
+            f"optimizer.{setting}={name} gives no number for a step: "
             f"{str(error).partition(chr(10))[0]}",
             "write a function of (step, c), of which step is a traced f32 scalar, that returns "
             "one: jnp.where in place of `if`",
@@ -80,16 +91,19 @@ MOST_CHECKED = 10_000
 
 def check_schedule(c: OptimizerConfig, steps: int) -> None:
     """Raises ValueError if a schedule of the user's own is not finite at one of so many steps."""
-    if ":" not in c.schedule:
-        return
     at = np.unique(np.linspace(0, steps - 1, min(steps, MOST_CHECKED)).astype(np.int32))
-    shares = np.asarray(jax.jit(jax.vmap(lambda step: _own_schedule(step, c)))(np.float32(at)))
-    if not np.isfinite(shares).all():
-        first = int(at[~np.isfinite(shares)][0])
-        raise ValueError(
-            f"optimizer.schedule={c.schedule} gives {shares[at == first][0]} at step {first} of "
-            f"{steps}; return a finite number for each."
-        )
+    for setting in ("schedule", "decay_schedule"):
+        name = getattr(c, setting) or ""
+        if ":" not in name:
+            continue
+        of_step = jax.vmap(functools.partial(_own_schedule, c=c, setting=setting))
+        shares = np.asarray(jax.jit(of_step)(np.float32(at)))
+        if not np.isfinite(shares).all():
+            first = int(at[~np.isfinite(shares)][0])
+            raise ValueError(
+                f"optimizer.{setting}={name} gives {shares[at == first][0]} at step {first} of "
+                f"{steps}; return a finite number for each."
+            )
 
 
 def averaged(state: Any, step: i32[""], c: Any) -> Any:
@@ -236,11 +250,12 @@ def inputs_of_loss(c: OptimizerConfig) -> Mapping[str, Any]:
 
 
 def own_functions(c: OptimizerConfig) -> list[Callable]:
-    """The optimizers, the loss and the schedule that the settings name in the user's own files."""
+    """The optimizers, the loss and the schedules that the settings name in the user's own files."""
     chosen = [
         *(("optimizer", name) for name in _names_of_algorithms(c)),
         ("loss", c.loss),
         ("schedule", c.schedule),
+        ("schedule", c.decay_schedule or ""),
     ]
     return [named(what, name, {}, TAKES[what]) for what, name in chosen if ":" in name]
 

@@ -97,12 +97,12 @@ def adamw_by_optax(c):
     )
 
     def adamw(rate, decay):
-        return optax.adamw(
+        return optax.inject_hyperparams(optax.adamw)(
             lambda step: rate * schedule(step),
             c.adam_b1,
             c.adam_b2,
             c.adam_epsilon,
-            weight_decay=decay,
+            weight_decay=lambda step: decay * (0.5**step if c.decay_schedule else 1.0),
         )
 
     kinds = {"decayed": adamw(1, 0.1), "plain": adamw(1, 0.0), "halved": adamw(0.5, 0.1)}
@@ -149,19 +149,23 @@ def test_a_later_group_replaces_what_an_earlier_one_gives(order, rate):
     assert (updates.layers.w_k.rate, updates.embed.rate) == (0.5, 1.0)
 
 
-def test_five_updates_equal_optax():
+@pytest.mark.parametrize("decay", [None, "own_decay:halving"])
+def test_five_updates_equal_optax(decay):
     c = tiny.optimizer(clip_norm=30.0, decay_on=["matrix", "unembedding"], groups=GROUPS)
+    c.decay_schedule = decay
     table = train.Llama(MODEL).table
     updates = tiny.updates(c, table)
 
     def update(state: State, g: train.Transformer, step: i32[""]) -> tuple[State, f32[""]]:
         g, norm = train.clip_by_global_norm(g, c.clip_norm)
-        return train.adamw(state, g, step, learning_rate(step, c), c, updates), norm
+        at_step = rates.decayed(updates, step, c)
+        return train.adamw(state, g, step, learning_rate(step, c), c, at_step), norm
 
     zeros = random_like(table, 0, size=0.0)
-    found, norms = updated_on(
-        "r=2 d=2 t=2", update, train.State(random_like(table, 0), zeros, zeros), table
-    )
+    with module_of("def halving(step, c):\n    return 0.5**step", "own_decay"):
+        found, norms = updated_on(
+            "r=2 d=2 t=2", update, train.State(random_like(table, 0), zeros, zeros), table
+        )
     expected, expected_norms = adamw_by_optax(c)
     same(found, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
