@@ -108,7 +108,7 @@ class Session:
         if self._program is None:
             if self.traced.mesh.size > 1:  # the mesh may be one that the run was not checked on
                 check_steps(self.traced)
-            self._program = self.traced.lower().compile(compiler_options=self.options)
+            self._program = self.traced.lowered.compile(compiler_options=self.options)
         state, metrics = self._program(state, batch, np.int32(self.step), *self.arguments)
         loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))
         return state, Done(np.float32(loss), np.float32(norm), bool(skipped))
