@@ -117,6 +117,7 @@ def test_a_chip_is_added_as_a_file(tmp_path):
             "like: h100\nproducts: holes.csv",
             "products is holes.csv, which is not a table of m,k,n,tflops",
         ),
+        ("like: h100\ncollectives: holes.csv", "it has no column 'op'"),
         ("{", "is not a YAML mapping of names"),
     ],
 )

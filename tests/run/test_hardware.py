@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from shardwright.cluster.config import HardwareConfig
-from shardwright.cluster.devices import check_chip, known_options
+from shardwright.cluster.config import DistributedConfig, HardwareConfig
+from shardwright.cluster.devices import check_chip, known_options, start_devices
 from tests.support.simulated import without_cache
 
 ROOT = Path(__file__).parents[2]
@@ -59,3 +59,21 @@ def test_options_that_this_xla_does_not_know_are_left_out_and_named():
     assert [line.split()[1] for line in said] == ["xla_no_such_flag", "xla_gone"]
     with pytest.raises(ValueError, match=r"XLA rejects a value in .*xla_cpu_enable_fast_math"):
         known_options({"xla_cpu_enable_fast_math": "often"}, said.append)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("count", "cache", "kept"),
+    [(2, None, None), (1, None, ".cache/shardwright/compiled"), (2, "all", "all")],
+)
+def test_several_processes_keep_programs_only_where_they_are_told_to(
+    monkeypatch, tmp_path, count, cache, kept
+):
+    jax.config.update("jax_compilation_cache_dir", None)  # which a run in this process may have set
+    set_to = {}
+    monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {"compilation_cache": str(tmp_path / cache)} if cache else {}
+    start_devices(DistributedConfig(count=count, coordinator="a:1", id=0), HardwareConfig(**given))
+    assert set_to.get("jax_compilation_cache_dir") == (kept and str(tmp_path / kept))

@@ -15,10 +15,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import AxisType
 
-from shardlib import shardops
+from shardlib import shardops, zigzag
 from shardlib.shardops import all_gather, einsum_unreduced, psum, replicate
 from shardlib.shardtypes import bf16, f32, f64, i32, typed, typed_shard_map
 from tests.support import golden
@@ -241,3 +242,15 @@ def test_gradients_of_a_product_are_products_in_the_operands_dtype():
     dots = re.findall(r"stablehlo.dot_general.*: \((.*)\) ->", text)
     assert len(dots) == 3
     assert not any("f32" in dot.replace("bf16", "") for dot in dots)
+
+
+@pytest.mark.parametrize(("in_stage", "op"), [(False, "collective_permute"), (True, "all_to_all")])
+def test_a_permute_within_a_stage_is_among_the_devices_of_its_axis(in_stage, op):
+    with jax.set_mesh(mesh_of(d=2, t=2)):
+
+        @typed_shard_map
+        def swap(x: f32["B/t"]) -> f32["B/t"]:
+            return zigzag.permuted(x, "t", [(0, 1), (1, 0)], in_stage)
+
+        lowered = jax.jit(swap).lower(jnp.zeros(8)).as_text()
+    assert re.findall(r"stablehlo\.(collective_permute|all_to_all)", lowered) == [op]
