@@ -42,19 +42,6 @@ def run_of(tmp_path, line: str) -> runs.Run:
     return run
 
 
-@pytest.mark.parametrize(
-    ("header", "named"),
-    [
-        (HEADER.replace(",mesh", ""), "no column 'mesh'"),
-        (HEADER + ",mesh", "twice the column 'mesh'"),
-        ('"id', "not a table"),
-    ],
-)
-def test_a_table_without_a_column_is_refused_by_name(tmp_path, header, named):
-    with pytest.raises(ValueError, match=named):
-        table_of(tmp_path, header, TINY)
-
-
 def test_what_the_program_prints(tmp_path, capsys):
     """The table with its plans; of one without a measured row, that calibration needs one."""
     path = tmp_path / "runs.csv"

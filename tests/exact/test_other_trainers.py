@@ -1,6 +1,4 @@
-"""`check` on the shard_map parts of public JAX libraries (docs/other-trainers.md), where they are
-installed.
-"""
+"""Bugs of public JAX libraries in their smallest form (docs/other-trainers.md)."""
 
 from typing import Any
 
@@ -12,30 +10,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from bench import other_trainers
-from bench.other_trainers import (
-    ACCEPTED,
-    CASES,
-    VERSIONS,
-    WRONG,
-    Case,
-    difference,
-    number_text,
-    version,
-)
 from shardlib.exact import check
 from shardlib.parsing import ShardError
-
-
-@pytest.mark.filterwarnings("ignore")  # of what the libraries still use
-@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
-def test_a_function_of_another_library(case: Case):
-    if version(case.package) != VERSIONS[case.package]:
-        pytest.skip(f"{case.package} {VERSIONS[case.package]} is not installed")
-    said, message = other_trainers.verdict(case)
-    compared = number_text(difference(case))
-    assert (compared == "equal") == case.is_equal
-    assert said == (ACCEPTED if case.is_equal else WRONG), message
 
 
 def chunks(ids):
