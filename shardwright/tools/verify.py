@@ -11,7 +11,6 @@ differ.
 
 import itertools
 import math
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -205,9 +204,6 @@ def job(c: Config, settings: VerifyConfig) -> None:
         # several blocks even for these short sequences
         c.training.attention_block = c.training.seq_len // 4
     c.training.compute_dtype, c.training.fp8 = "f32", False
-    # most time is compilation
-    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast}"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", settings.devices if settings.compiled else 1)
     meshes, others = all_meshes(c, settings.devices, settings.meshes)
