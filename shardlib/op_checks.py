@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -298,6 +299,10 @@ def refuse_repeated_gradient(position: int, x: jax.Array, op: OpSpec) -> jax.Arr
     return refuse_gradient(x, error)
 
 
+# ---- einsum --------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
 def _check_operands(op: OpSpec) -> None:
     """Raises ShardError for a dim that is named twice, or an operand that is a partial sum."""
     for i, shape in enumerate((*op.lhs, op.rhs), 1):
