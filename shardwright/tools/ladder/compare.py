@@ -75,7 +75,7 @@ def train(name: str, *settings: str) -> None:
     command = [sys.executable, "-m", "train", "--multirun", *own, *settings]
     done = subprocess.run([*command, f"paths.model_name={name}"])
     if done.returncode:
-        say("The comparison stops here. The same command goes on with it.")
+        say("The comparison stops here. Repeat the command to resume it.")
         sys.exit(done.returncode)
 
 

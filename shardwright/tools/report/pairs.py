@@ -38,9 +38,8 @@ def errors_within(freedom: int) -> float:
 
 def interval(differences: np.ndarray) -> tuple[float, float]:
     """Bounds of the mean difference."""
-    pairs = len(differences)
-    half = errors_within(pairs - 1) * float(differences.std(ddof=1)) / math.sqrt(pairs)
-    return float(differences.mean()) - half, float(differences.mean()) + half
+    ((mean, half),) = intervals([differences])
+    return mean - half, mean + half
 
 
 def intervals(groups: Sequence[np.ndarray]) -> list[tuple[float, float]]:
