@@ -78,14 +78,3 @@ def place_layers(layers: int, stages: Stages, period: int = 1) -> LayerPlacement
             f"virtual_stages whose product divides {layers}."
         )
     return LayerPlacement(stages, layers // (p * v))
-
-
-def consecutive(order: np.ndarray, rows: slice) -> list[tuple[slice, slice]]:
-    """Finds runs of consecutive layers in `rows`.
-
-    Returns the layers of each, and its rows counted from the start of `rows`.
-    """
-    own = order[rows]
-    ends = [i for i in range(1, len(own)) if own[i] != own[i - 1] + 1]
-    groups = zip([0, *ends], [*ends, len(own)], strict=True)
-    return [(slice(int(own[a]), int(own[a]) + b - a), slice(a, b)) for a, b in groups]
