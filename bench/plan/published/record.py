@@ -109,7 +109,8 @@ def record() -> Iterator[str]:
         run.group: {name: used[name] for name in ACHIEVED} for run, _ in published + unseen
     }
     final = figures(published, constants)
-    if not 0.8 <= final.inside <= 0.9:
+    # It never narrows, as runs of trainers that are not in the table are further off.
+    if final.inside < 0.8:
         used["error"] = final.four_of_five
     whys["error"] = f"{100 * final.inside:.0f} % of the runs of published.csv are within it"
     text = CONSTANTS.read_text()

@@ -12,7 +12,7 @@ import functools
 import io
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +76,10 @@ stages do not wait."""
 EAGER = {"layer_s": 3e-3}
 """Constants of a trainer whose host starts each kernel: about 3 ms for those of a layer and
 microbatch, which is what vTrain's single-node rows have beside a roofline."""
+HOPPER = ("h100", "h100_nvl", "h100_pcie", "h200", "h200_nvl", "gh200")
+MMA_SYNC = 0.629
+"""Rate of mma.sync, which attention kernels from before Hopper use, relative to Hopper's own wgmma
+(arXiv 2402.13499)."""
 MOST = 2**14
 """Most microbatches times stages of a pipeline: its schedule is written out."""
 
@@ -378,6 +382,8 @@ def _run(name: str, values: Mapping[str, str]) -> Run:
         counted += 6 * sum(math.prod(w.shape) for w in looked_up)
     eager = c["eager"] and "compiled" not in precision
     chip = dataclasses.replace(chip_of(kind), **c["hardware"])
+    if c.get("mma_sync") and kind in HOPPER:
+        chip = dataclasses.replace(chip, attention_share=MMA_SYNC * chip.attention_share)
     if "clock" in c and chip.products:
         slower = dataclasses.replace(chip.products, rates=chip.products.rates * c["clock"])
         chip = dataclasses.replace(chip, products=slower)
@@ -430,10 +436,9 @@ def _as_trained(run: Run, step: PlannedStep) -> list[Operation]:
     """The operations of a step of ours, changed to those of its trainer."""
     c = trainers()[run.trainer]
     overlaps = c.get("overlaps", [])
-    ops = [
-        op._replace(bytes=c.get("summed", 1.0) * op.bytes) if op.axes == ("r",) else op
-        for op in step.ops
-    ]
+    ops = list(_of_16_bits(step.ops)) if c.get("weights") == 16 else step.ops
+    if c.get("fused_softmax"):
+        ops = list(_of_fused_softmax(ops))
     if overlaps is False or "p" in overlaps:
         # collectives of all stages are ours alone, as we share the vocabulary
         ops = [
@@ -459,6 +464,28 @@ def _as_trained(run: Run, step: PlannedStep) -> list[Operation]:
         op._replace(timing="after", loop=loop) if _is_of(op, overlaps) else op
         for op, loop in zip(ops, loops, strict=True)
     ]
+
+
+def _of_16_bits(ops: Iterable[Operation]) -> Iterator[Operation]:
+    """Operations with weights and gradients of 16 bits: no casts of weights, and half the bytes
+    where gradients are added up or summed over r.
+    """
+    for op in ops:
+        if op.kind == "memory" and not op.phase and op.count > 1:
+            yield op._replace(traffic=op.traffic / 2)
+        elif op.kind != "memory" or not op.tensor:
+            yield op._replace(bytes=op.bytes / 2) if op.axes == ("r",) else op
+
+
+def _of_fused_softmax(ops: Iterable[Operation]) -> Iterator[Operation]:
+    """Operations with a softmax whose kernel computes the causal mask, where ours reads one in the
+    forward pass: it then takes what it takes when it is computed again.
+    """
+    for op in ops:
+        if op.kind != "memory" or "modeling/masks.py" not in op.line or op.phase == "backward":
+            yield op
+        elif op.phase == "again":
+            yield op._replace(count=2 * op.count)
 
 
 def _is_of(op: Operation, axes: Collection[str]) -> bool:
