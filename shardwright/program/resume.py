@@ -18,7 +18,7 @@ from shardlib.placement import LayerPlacement
 from shardwright.data.checks import TUNABLE, a_path, marked, within
 from shardwright.data.loader import check_skips
 from shardwright.data.untrusted import Damaged, shown
-from shardwright.modeling.model import LanguageModel, module_of
+from shardwright.modeling.model import module_of
 from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.program.changes import config_at
 from shardwright.program.checkpoint import (
@@ -40,7 +40,7 @@ from shardwright.program.provenance import compare_source, provenance_of
 from shardwright.program.saved_config import check_resumes, config_of, saved_config, with_defaults
 from shardwright.program.skipping import are_finite
 from shardwright.program.stages import placement_of, stack_orders
-from shardwright.program.step import Step, trace_step
+from shardwright.program.step import Step
 from shardwright.settings.output import override
 
 Write = Callable[[str], None]
@@ -450,9 +450,10 @@ class SavedRun:
         return str(path) if path and path.is_file() else None
 
     def read_weights(
-        self, model: LanguageModel, other_source: bool, write_line: Write, average: bool = False
+        self, step: Step, other_source: bool, write_line: Write, average: bool = False
     ) -> Any:
-        """Reads the weights, or their average, sharded as in training on the current mesh.
+        """Reads the weights of a Step's model, or their average, sharded as in training on the
+        current mesh.
 
         Reports with `write_line` how the source code differs from the checkpoint's, and weights
         that are not finite. Raises ValueError if no average was kept, or, unless `other_source`, if
@@ -463,11 +464,11 @@ class SavedRun:
                 "average is true, but the run kept none (training.eval_average). Leave out "
                 "average=true."
             )
-        now = provenance_of(trace_step(self.config, model), ("evaluation",))
+        now = provenance_of(step, ("evaluation",))
         allow = None if other_source else "other_source=true"
         if differs := compare_source(self.metadata.get("provenance"), now, ("evaluation",), allow):
             write_line(shown(f"source      {differs}"))
-        like = sharded(model.Weights, shapes_of(model.table))
+        like = sharded(step.model.Weights, shapes_of(step.model.table))
         part = "average" if average else "weights"
         weights = self.checkpoints.restore(self.step, {part: like})[part]
         if odd := [

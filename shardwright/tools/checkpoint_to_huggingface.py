@@ -45,6 +45,7 @@ from shardwright.huggingface.check import (
 from shardwright.huggingface.sidecars import with_end
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.program.resume import CARRIED, CheckpointChoice, SavedRun, open_run
+from shardwright.program.step import trace_step
 from shardwright.settings.program import run_program
 
 DTYPES: dict[str, Any] = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
@@ -224,7 +225,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
                 f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers "
                 "does."
             )
-        weights = saved.read_weights(model, config.other_source, log, config.average)
+        weights = saved.read_weights(trace_step(c, model), config.other_source, log, config.average)
     weights = jax.tree.map(np.asarray, weights)
     merge = getattr(model, "merged", None)
     merged = jax.tree.map(np.asarray, merge(weights)) if merge else weights

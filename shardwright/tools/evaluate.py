@@ -102,18 +102,17 @@ class OpenRun:
             self.mesh = mesh_for(_choice(config), self.c)
             self.model = load_model(self.c.model)
             with jax.set_mesh(self.mesh):
+                self.traced = trace_step(self.c, self.model)
                 self.weights = saved.read_weights(
-                    self.model, config.other_source, write_line, config.average
+                    self.traced, config.other_source, write_line, config.average
                 )
-                if why := check_causal(trace_step(self.c, self.model)):
+                if why := check_causal(self.traced):
                     write_line(f"not known whether a position sees a later token: {why}")
 
     def scorer(self) -> Scorer:
         """What computes losses of tokens."""
         with jax.set_mesh(self.mesh):
-            return Scorer(
-                trace_step(self.c, self.model), load_spec().cross_entropy, self.c.training.seq_len
-            )
+            return Scorer(self.traced, load_spec().cross_entropy, self.c.training.seq_len)
 
     def tokenizer(self) -> Tokenizer:
         """That of the settings, or else of the run's data, or of its import.
@@ -149,7 +148,7 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
         options = known_options(trusted_options(c, run.config.trust, write_line), write_line)
         evaluation_step = load_spec().make_evaluation_step(c, run.model, options)
         if run.mesh.size > 1:  # it may be a mesh that no run was checked on
-            check_steps(trace_step(c, run.model), ("evaluation",))
+            check_steps(run.traced, ("evaluation",))
         found: dict[str, Any] = evaluate_batches(evaluation_step, run.weights, loader, batches)
     about = {"data": "the run's own validation"}
     return about | result_of(

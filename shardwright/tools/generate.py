@@ -163,12 +163,11 @@ def make_sampler(
     config: Settings, saved: SavedRun, stop: tuple[int, ...], context: int, say: Write
 ) -> tuple[Sampler, Any]:
     """A sampler of texts of at most `context` tokens, on the current mesh, and the weights."""
-    c = saved.config
-    model = load_model(c.model)
-    weights = saved.read_weights(model, config.other_source, say, config.average)
+    step = trace_step(saved.config, load_model(saved.config.model))
+    weights = saved.read_weights(step, config.other_source, say, config.average)
     drawing: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(Sampling)}
     settings = Sampling(**{**drawing, "stop": stop})
-    return Sampler(trace_step(c, model), settings, context, config.batch), weights
+    return Sampler(step, settings, context, config.batch), weights
 
 
 def print_text(result: dict[str, Any], sampler: Sampler, console: Console) -> None:

@@ -15,6 +15,7 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
 from shardwright.program.checkpoint import Checkpointer
 from shardwright.program.resume import open_run
+from shardwright.program.step import trace_step
 from shardwright.tools import checkpoint_to_huggingface, huggingface_to_checkpoint
 from tests.support import tiny
 
@@ -90,7 +91,8 @@ def export(run, output, **settings) -> str:
 def read(run) -> tuple:
     """The model section and the weights of the last checkpoint of a run."""
     with jax.set_mesh(tiny.mesh("one device")), open_run(str(run), None, True) as saved:
-        weights = saved.read_weights(load_model(saved.config.model), False, print)
+        step = trace_step(saved.config, load_model(saved.config.model))
+        weights = saved.read_weights(step, False, print)
     return saved.config.model, weights
 
 

@@ -1,13 +1,16 @@
 """A model small enough to compile in seconds, its meshes and batches, for the tests of train.py."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 import train
 from shardlib.shardtypes import Scope, make_shardings, typed_shard_map
@@ -23,6 +26,7 @@ from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import updates_of
 from shardwright.program.config import Config, PathsConfig, TrainingConfig
 from shardwright.program.step import Step, trace_step
+from shardwright.sampling.sampler import Sampler
 
 MESHES = ("one device", "d=8", "t=8", "d=4 t=2", "r=2 d=2 t=2")
 BATCH, LENGTH = 8, 16
@@ -185,6 +189,15 @@ def weights(c: ModelConfig) -> train.Transformer:
         if norm is not None:
             setattr(w.layers, name, jax.device_put(wobble(np.asarray(norm)), norm.sharding))
     return w
+
+
+@contextlib.contextmanager
+def unproved() -> Iterator[None]:
+    """Runs train, and texts are sampled, without a proof of the program, which takes longest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Run, "check", lambda self: None)
+        patch.setattr(Sampler, "check", lambda self, prompts: None)
+        yield
 
 
 def per_device(fn, act="float32"):

@@ -62,9 +62,15 @@ def run(tmp_path_factory):
     c.training = dataclasses.replace(
         c.training, steps=4, seq_len=SEQ_LEN, checkpoint_interval=2, microbatches=1
     )
-    with jax.set_mesh(tiny.mesh("d=8")):
+    with jax.set_mesh(tiny.mesh("d=8")), tiny.unproved():
         train.train(c, load_model(c.model), directory / "run")
     return directory / "run"
+
+
+@pytest.fixture
+def causal(monkeypatch):
+    """Nothing is proved of a model, which takes longest."""
+    monkeypatch.setattr("shardwright.tools.evaluate.check_causal", lambda step: "")
 
 
 def logged(run):
@@ -84,12 +90,17 @@ def read(path):
 # ---- the run's own validation --------------------------------------------------------------------
 
 
-def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run):
-    """Bytes are those of the tokens evaluated, not of the whole split, of which the validation
-    reads a part.
+def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run, tmp_path):
+    """Of an earlier checkpoint, printed and written.
+
+    Bytes are those of the tokens evaluated, not of the whole split, of which the validation reads a
+    part.
     """
-    found, event = evaluated(run), logged(run)[1]
-    assert (found["loss"], found["tokens"]) == (event["loss"], event["targets"])
+    out, console, event = tmp_path / "result.json", Console(file=io.StringIO()), logged(run)[0]
+    evaluate(Settings(run=f"{run}/checkpoints/0000000002", out=str(out)), console)
+    found = json.loads(out.read_text())
+    assert (found["step"], found["loss"], found["tokens"]) == (2, event["loss"], event["targets"])
+    assert f"loss          {found['loss']:.6f}" in console.file.getvalue().splitlines()
     ids = open_tokenizer("bytes", end_token="</s>").encode(TEXTS).ids[: 3 * tiny.BATCH * SEQ_LEN]
     assert found["tokens"] == ids.size
     assert found["bytes"] == (ids > 1).sum()
@@ -97,14 +108,6 @@ def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run):
         found["loss"] * ids.size / math.log(2) / found["bytes"]
     )
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-
-
-def test_of_an_earlier_checkpoint_the_result_is_printed_and_written(run, tmp_path):
-    out, console = tmp_path / "result.json", Console(file=io.StringIO())
-    evaluate(Settings(run=f"{run}/checkpoints/0000000002", out=str(out)), console)
-    found = json.loads(out.read_text())
-    assert (found["step"], found["loss"]) == (2, logged(run)[0]["loss"])
-    assert f"loss          {found['loss']:.6f}" in console.file.getvalue().splitlines()
 
 
 # ---- documents -----------------------------------------------------------------------------------
@@ -151,7 +154,7 @@ def cut(ids):
     return [[0, *ids[i : i + SEQ_LEN]] for i in range(0, len(ids), SEQ_LEN)]
 
 
-def test_each_document_has_the_loss_that_transformers_computes(run, theirs, file, tmp_path):
+def test_each_document_has_the_loss_that_transformers_computes(run, theirs, file, tmp_path, causal):
     """One without text is left out, and counted in the index."""
     _, losses = theirs
     out = tmp_path / "losses.jsonl"
@@ -247,7 +250,7 @@ def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
 # ---- the tool ------------------------------------------------------------------------------------
 
 
-def test_the_example_of_the_page(run, monkeypatch):
+def test_the_example_of_the_page(run, monkeypatch, causal):
     """docs/evaluation.md, with a harness that only notes what it is asked."""
     page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
@@ -270,7 +273,7 @@ class WrongOnAMesh(train.Llama):
         return super().layer(x, w, tokens, attention) * x.shape[0]
 
 
-def test_another_model_and_one_that_is_wrong_on_the_mesh_are_refused(run, monkeypatch):
+def test_another_model_and_one_that_is_wrong_on_the_mesh_are_refused(run, monkeypatch, causal):
     monkeypatch.setattr("shardwright.tools.evaluate.load_model", WrongOnAMesh)
     with pytest.raises(ValueError, match="it computes something else in evaluation"):
         evaluated(run)
