@@ -49,7 +49,7 @@ test: $(DEVELOPMENT) ## all tests of a few seconds each, beside the linters and 
 	wait $$linters; linted=$$?; cat $$printed; rm $$printed; exit $$((tests || linted))
 
 test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: seconds
-	$(RUN) pytest -n $(WORKERS) $(SLOWEST) -m quick
+	$(RUN) pytest -n $(WORKERS) $(SLOWEST) -m "quick and not long"
 
 test-long: $(DEVELOPMENT) ## only the long tests, which `make test` leaves out
 	$(RUN) pytest -n $(WORKERS) $(BY_FILE) $(SLOWEST) -m long
