@@ -4,24 +4,22 @@ import dataclasses
 import functools
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
 import yaml
 
+import train
 from shardwright.axes import AXES
 from shardwright.cluster.chips import chip_of
+from shardwright.cluster.config import MeshConfig
 from shardwright.inspect import planning
 from shardwright.inspect.planning import changes, plan_run, planned_step
 from shardwright.modeling.model import load_model
 from shardwright.program.step import trace_step
 from tests.support import tiny
 
-ROOT = Path(__file__).parents[2]
 SIZES = dict.fromkeys(AXES, 1) | {"d": 4, "t": 2}
 
 
@@ -64,10 +62,12 @@ def test_a_plan_that_fails_ends_no_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_too_little_memory_is_refused_with_what_would_fit(tmp_path, monkeypatch):
+def test_too_little_memory_is_refused_with_what_would_fit(tmp_path, monkeypatch, capsys, no_hashes):
+    """Before a run begins."""
     few = functools.partial(planning.best_changes, most=2)
     monkeypatch.setattr(planning, "best_changes", few)
-    c = tiny.config(microbatches=1, save="everything")
+    c = tiny.config(tiny.model(vocab=1280), microbatches=1, save="everything")
+    c.data.filespec, c.mesh = "synthetic_dataset.zarr", MeshConfig(d=4, t=2)
     peak, less = (
         peak_of(c),
         peak_of(dataclasses.replace(c, training=dataclasses.replace(c.training, save="marked"))),
@@ -76,29 +76,16 @@ def test_too_little_memory_is_refused_with_what_would_fit(tmp_path, monkeypatch)
     c.hardware.chip = small_chip(tmp_path, 0.95 * peak)
     assert "it may be wrong by 10%" in of_run(c, tmp_path)
     c.hardware.chip = small_chip(tmp_path, 0.87 * peak)
-    with pytest.raises(
-        ValueError, match=r"of a device, .*, which has [\d.]+ KiB: .* makes it fit, with"
-    ) as refused:
-        of_run(c, tmp_path)
+    with (
+        jax.set_mesh(tiny.mesh("d=4 t=2")),
+        pytest.raises(
+            ValueError, match=r"of a device, .*, which has [\d.]+ KiB: .* makes it fit, with"
+        ) as refused,
+    ):
+        train.train(c, load_model(c.model), tmp_path / "run")
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.long
-def test_train_refuses_before_it_compiles(tmp_path):
-    settings = [
-        f"hardware.chip={small_chip(tmp_path, 1e6)}",
-        f"paths.root_working_dir={tmp_path}",
-        "paths.model_name=run",
-        *("hardware.simulated_devices=1", "mesh.d=1", "mesh.t=1"),
-    ]
-    command = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *settings]
-    env = os.environ | {"XLA_FLAGS": ""}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    (error,) = done.stderr.strip().splitlines()
-    assert error.startswith("Error: the step needs ")
-    assert "devices    " not in done.stdout  # nothing was begun
-    assert not list(tmp_path.glob("run/*hlo*"))
+    assert "devices    " not in capsys.readouterr().out
+    assert [path.name for path in tmp_path.glob("run/*")] == ["plan.json"]
 
 
 def test_what_does_not_fit_is_first_advised_to_keep_less():

@@ -193,9 +193,12 @@ def weights(c: ModelConfig) -> train.Transformer:
 
 @contextlib.contextmanager
 def unproved() -> Iterator[None]:
-    """Runs train, and texts are sampled, without a proof of the program, which takes longest."""
+    """Runs train and are replayed, and texts are sampled, without a proof of the program, which
+    takes longest.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.Run, "check", lambda self: None)
+        patch.setattr("shardwright.tools.replay.session.check_steps", lambda step: None)
         patch.setattr(Sampler, "check", lambda self, prompts: None)
         yield
 

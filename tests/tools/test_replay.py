@@ -43,14 +43,16 @@ def of_demo(tmp_path_factory, dataset):
     c.data.filespec, c.mesh = dataset, MeshConfig(r=1, d=4, t=2)
     own = {"steps": 10, "checkpoint_interval": 4, "keep_checkpoints": None}
     c.training = dataclasses.replace(c.training, **own)
-    with jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
+    with jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))), tiny.unproved():
         train.train(c, load_model(c.model), directory)
     return directory
 
 
 def replayed(directory, **settings) -> tuple[dict, str]:
     console = Console(file=io.StringIO(), width=100)
-    return replay(Settings(run=str(directory), **settings), console), console.file.getvalue()
+    with tiny.unproved():
+        found = replay(Settings(run=str(directory), **settings), console)
+    return found, console.file.getvalue()
 
 
 @pytest.mark.long
