@@ -58,3 +58,13 @@ def no_hashes(monkeypatch):
     from shardwright.program.step import Step
 
     monkeypatch.setattr(Step, "hash", "")
+
+
+@pytest.fixture
+def not_remembered(monkeypatch):
+    """No check asks whether it was made before: to know that, programs are traced and lowered, which
+    takes longer than the check of a small one.
+    """
+    for module in ("causality", "soundness"):
+        name = f"shardwright.inspect.{module}.remembered"
+        monkeypatch.setattr(name, lambda step, what, find: (find(), ""))

@@ -22,6 +22,8 @@ from shardwright.tools import check
 from tests.support import rule_models, tiny
 from tests.support.token_shift import TokenShift
 
+pytestmark = pytest.mark.usefixtures("not_remembered")
+
 C = rule_models.SIZES
 
 

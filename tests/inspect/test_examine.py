@@ -14,6 +14,8 @@ from tests.support import examples, tiny
 from tests.support.edits import Change
 from tests.support.recipes import SOURCE, module_of
 
+pytestmark = pytest.mark.usefixtures("not_remembered")
+
 LOSS = "cross_entropy(logits, targets.ids, config.z_loss)"
 OVER_ITS_LARGEST = Change(LOSS, "FOUND / jnp.max(FOUND)", within="training_loss")
 

@@ -13,6 +13,8 @@ from shardwright.inspect.causality import check_causal
 from tests.support import rule_models, tiny
 from tests.support.recipes import ROOT, module_of
 
+pytestmark = pytest.mark.usefixtures("not_remembered")
+
 PAGE = (ROOT / "docs/soundness.md").read_text().partition("### Attention that selects blocks")[2]
 (MENDED,) = re.findall(
     r"^```python\n(.*?)^```", PAGE.partition("\n## ")[0], re.DOTALL | re.MULTILINE

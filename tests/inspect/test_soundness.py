@@ -13,6 +13,8 @@ from shardwright.inspect import soundness
 from shardwright.program.step import Step
 from tests.support import tiny
 
+pytestmark = pytest.mark.usefixtures("not_remembered")
+
 
 class Plain(train.Llama):
     """Layers that only pass the residual stream on: it is traced in no time."""

@@ -21,6 +21,8 @@ from tests.support.own_model import MINE, SIZES, imported, with_state
 from tests.support.redrawn import redrawn
 from tests.support.token_shift import shifted
 
+pytestmark = pytest.mark.usefixtures("not_remembered")
+
 CONTEXT = 24
 DRAWN = Sampling(max_tokens=12, temperature=1.5)
 PROMPTS = [[5, 8, 13], [], list(range(1, 17)), [7] * 11]

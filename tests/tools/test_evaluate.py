@@ -27,7 +27,7 @@ from shardwright.tools import checkpoint_to_huggingface
 from shardwright.tools.evaluate import MeshChoice, OpenRun, Settings, evaluate
 from tests.support import tiny
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("not_remembered")]
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"Document {i}: {'naïve, ' * (7 * i % 13)}{i * i}." for i in range(40)]
