@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.simulated import xla_flags
+
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +63,7 @@ def alone(tmp_path_factory) -> Path:
 def run(installed: Path, directory: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Python in another project, with only what pip installed."""
     environment = os.environ | {"PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
-    environment |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environment |= {"XLA_FLAGS": xla_flags(4)}
     command = [sys.executable, *arguments]
     return subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=400
@@ -137,6 +139,7 @@ def test_a_project_trains_its_model_by_its_fork_beside_files_of_our_names(instal
     model, fork = project / "my_model.py", project / "train.py"
     model.write_text(
         model.read_text()
+        + "\n    def layer(self, x, w, tokens, attention):\n        return x + self.mlp(x, w)\n"
         + "\nimport tools, models\n\nassert tools.WHOSE == models.WHOSE == 'mine'\n"
     )
     shardwright(installed, project, "fork")

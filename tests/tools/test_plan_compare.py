@@ -4,9 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,6 @@ from shardwright.tools.plan import compare
 from shardwright.tools.plan.compare import candidates, compared
 from tests.support import tiny
 
-ROOT = Path(__file__).parents[2]
 H100 = chip_of("h100")
 
 
@@ -85,17 +81,6 @@ def test_what_limits_a_step_adds_up(plan):
     assert sum(plan.limits.values()) == pytest.approx(1)
     assert min(plan.limits.values()) > -1e-9
     assert list(plan.limits.values()) == sorted(plan.limits.values(), reverse=True)
-
-
-@pytest.mark.long
-def test_a_plan_of_a_configuration_as_json(tmp_path):
-    command = [sys.executable, "-m", "tools.plan", "--config-name=c4_h100x64_7b"]
-    command.append(f"plan.output={tmp_path}/plan.json")
-    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300, check=True)
-    data = json.loads((tmp_path / "plan.json").read_text())
+    data = json.loads(json.dumps(plan.as_data()))
     assert data["peak_bytes"] == pytest.approx(sum(array["bytes"] for array in data["memory"]))
     assert data["seconds"] == pytest.approx(sum(row["exposed"] for row in data["work"]), rel=0.01)
-    # Model FLOPs without attention: 6 of each weight and token, embed apart, over 64 devices.
-    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
-    products = sum(row["count"] * row["flops"] for row in data["work"] if row["kind"] == "matmul")
-    assert products == pytest.approx(6 * (32 * layer + 4096 * 32768) * 512 * 4096 / 64, rel=0.01)
