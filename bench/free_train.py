@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from bench.common import parser_of
-from tests.support.edits import Change, bound_in, copied, position, run_tests, tree_of
+from tests.support.edits import Change, bound_in, copied, position, replaced, run_tests, tree_of
 
 TESTS = (
     "tests/edits",
@@ -31,25 +31,12 @@ TESTS = (
 )
 
 
-def put(text: str, changes: Sequence[tuple[ast.AST, str]]) -> str:
-    """The text with other texts of some nodes."""
-
-    def begin(change: tuple[ast.AST, str]) -> int:
-        return position(text, change[0], first=True)
-
-    before = text
-    for node, new in sorted(changes, key=begin, reverse=True):
-        first, last = (position(before, node, first=x) for x in (True, False))
-        text = text[:first] + new + text[last:]
-    return text
-
-
 def renamed(text: str, function: ast.FunctionDef, chance: random.Random) -> str:
     """Another name for a local variable."""
     given = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
     name = chance.choice(sorted(bound_in(function) - given - names_of_functions(function)))
     nodes = [x for x in ast.walk(function) if isinstance(x, ast.Name) and x.id == name]
-    return put(text, [(node, f"the_{name}") for node in nodes])
+    return replaced(text, [(node, f"the_{name}") for node in nodes])
 
 
 def names_of_functions(function: ast.FunctionDef) -> set[str]:
@@ -73,7 +60,7 @@ def swapped(text: str, function: ast.FunctionDef, chance: random.Random) -> str:
         return text
     a, b = chance.choice(pairs)
     segments = [ast.get_source_segment(text, x) or "" for x in (a, b)]
-    return put(text, [(a, segments[1]), (b, segments[0])])
+    return replaced(text, [(a, segments[1]), (b, segments[0])])
 
 
 def split(text: str, function: ast.FunctionDef, chance: random.Random) -> str:
@@ -91,7 +78,7 @@ def split(text: str, function: ast.FunctionDef, chance: random.Random) -> str:
     name = next(x for x in map("part_{}".format, itertools.count(1)) if x not in bound_in(function))
     statement, node = chance.choice(found)
     part, at = ast.get_source_segment(text, node), position(text, statement, first=True)
-    text = put(text, [(node, name)])
+    text = replaced(text, [(node, name)])
     return f"{text[:at]}{name} = {part}\n{' ' * statement.col_offset}{text[at:]}"
 
 

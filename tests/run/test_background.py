@@ -10,7 +10,7 @@ import pytest
 
 from shardwright.run import page as pages
 from shardwright.run.page import Page
-from tests.support.written_runs import write_run
+from tests.tools.written_runs import write_run
 
 PATIENT = (
     "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"

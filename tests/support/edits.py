@@ -21,8 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
 
+from shardlib.testing import sizes_of
+from shardwright.cluster.devices import explicit_mesh
 from shardwright.inspect.soundness import examine
 from shardwright.modeling.model import load_model
 from shardwright.program.step import NAMES, Step, trace_step
@@ -65,7 +66,9 @@ class Change:
             return f"{text}\n\n{self.put}"
         nodes, names = self.place(text)
         begin, end = position(text, nodes[0], first=True), position(text, nodes[-1], first=False)
-        found, put = text[begin:end], self._renamed(names)
+        used = [node for node in ast.walk(ast.parse(self.put)) if isinstance(node, ast.Name)]
+        put = replaced(self.put, [(node, names.get(node.id, node.id)) for node in used])
+        found = text[begin:end]
         if isinstance(nodes[0], ast.expr):
             put = f"({put.replace('FOUND', f'({found})').strip()})"
         else:
@@ -97,44 +100,6 @@ class Change:
             (scope,) = found
         return scope
 
-    def _renamed(self, names: Mapping[str, str]) -> str:
-        """`put` with the names of local variables that the source has."""
-        used = [node for node in ast.walk(ast.parse(self.put)) if isinstance(node, ast.Name)]
-        put = self.put
-        for node in sorted(used, key=lambda x: (x.lineno, x.col_offset), reverse=True):
-            begin = position(put, node, first=True)
-            put = put[:begin] + names.get(node.id, node.id) + put[begin + len(node.id) :]
-        return put
-
-
-def place_of(within: str, find: str) -> tuple[str, int]:
-    """The place of an expression in train.py: the function and the variable to which the statement
-    assigns it, as points of statistics are called, and the number of its first line.
-    """
-    text = (ROOT / "train.py").read_text()
-    change = Change(find, within=within)
-    (node,), _ = change.place(text)
-    line = node.lineno
-    for statement in ast.walk(change.scope(tree_of(text))):
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and node in ast.walk(statement):
-            target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-            return f"{within} {ast.unparse(target)}", statement.lineno
-    return within, line
-
-
-def saved_in(within: str) -> dict[str, int]:
-    """The variables of a function of train.py that are saved_for_backward, as points of statistics
-    are called, with the numbers of their lines.
-    """
-    function = Change(within=within).scope(tree_of((ROOT / "train.py").read_text()))
-    assigned = (x for x in ast.walk(function) if isinstance(x, ast.Assign))
-    calls = ((x, x.value) for x in assigned if isinstance(x.value, ast.Call))
-    return {
-        f"{within} {ast.unparse(x.targets[0])}": x.lineno
-        for x, call in calls
-        if ast.unparse(call.func) == "save_for_backward" and not call.keywords
-    }
-
 
 @functools.cache
 def tree_of(text: str) -> ast.Module:
@@ -156,51 +121,38 @@ def _matches(
 ) -> Iterator[tuple[list[ast.AST], dict[str, str]]]:
     """The nodes in a scope that a pattern matches, and the names there by those of the pattern."""
     is_expression = len(pattern) == 1 and isinstance(pattern[0], ast.Expr)
+    wanted = [pattern[0].value] if is_expression else pattern
+    is_it = _regex_of(wanted, local)
     for node in ast.walk(scope):
-        if is_expression:
-            candidates = [[node]]
-        else:
-            blocks = (getattr(node, name, None) for name in ("body", "orelse", "finalbody"))
-            candidates = [
-                block[i : i + len(pattern)]
-                for block in blocks
-                if isinstance(block, list)
-                for i in range(len(block) - len(pattern) + 1)
-            ]
-        for nodes in candidates:
-            names: dict[str, str] = {}
-            wanted, given = (pattern[0].value, node) if is_expression else (pattern, nodes)
-            if same(wanted, given, local, names) and len({*names.values()}) == len(names):
-                yield nodes, names
+        blocks = (getattr(node, name, None) for name in ("body", "orelse", "finalbody"))
+        for block in [[node]] if is_expression else blocks:
+            for first in range(len(block) if isinstance(block, list) else 0):
+                nodes = block[first : first + len(wanted)]
+                if [*map(type, nodes)] == [*map(type, wanted)]:
+                    match = is_it.fullmatch(_dumped(nodes))
+                    if match and len({*match.groupdict().values()}) == len(match.groupdict()):
+                        yield nodes, match.groupdict()
 
 
-def same(pattern: object, node: object, local: set[str], names: dict[str, str]) -> bool:
-    """True if a node has the tree of the pattern, in which `...` is any expression, or the last
-    arguments of a call. `names` gets the names of local variables.
+def _dumped(nodes: Sequence[ast.AST]) -> str:
+    return re.sub(r", ctx=\w+\(\)", "", " ".join(map(ast.dump, nodes)))
+
+
+def _regex_of(pattern: Sequence[ast.AST], local: set[str]) -> re.Pattern[str]:
+    """Matches a dump of nodes. `...` is anything, as the last argument of a call also several; a
+    name is itself or that of a local variable, in a group of the name.
     """
-    if isinstance(pattern, ast.Constant) and pattern.value is ...:
-        return isinstance(node, ast.expr)
-    if isinstance(pattern, list):
-        return (
-            isinstance(node, list)
-            and len(pattern) == len(node)
-            and all(same(a, b, local, names) for a, b in zip(pattern, node, strict=True))
-        )
-    if not isinstance(pattern, ast.AST):
-        return repr(pattern) == repr(node)
-    if type(pattern) is not type(node):
-        return False
-    if isinstance(pattern, ast.Name | ast.arg):
-        field = "id" if isinstance(pattern, ast.Name) else "arg"
-        mine, other = getattr(pattern, field), getattr(node, field)
-        return names.setdefault(mine, other) == other if other in local else mine == other
-    fields = [name for name in pattern._fields if name != "ctx"]
-    if isinstance(pattern, ast.Call) and pattern.args and ast.unparse(pattern.args[-1]) == "...":
-        first = len(pattern.args) - 1
-        return same(pattern.func, node.func, local, names) and same(
-            pattern.args[:first], node.args[:first], local, names
-        )
-    return all(same(getattr(pattern, x), getattr(node, x), local, names) for x in fields)
+    text = _dumped(pattern).replace("Constant(value=Ellipsis)", "…")
+    text = re.escape(re.sub(r"(, )?…\], keywords=\[\]", "…", text)).replace("…", ".*")
+    seen: set[str] = set()
+
+    def group(found: re.Match[str]) -> str:
+        kind, name = found.groups()
+        value = f"(?P={name})" if name in seen else f"(?P<{name}>{'|'.join({*local, name})})"
+        seen.add(name)
+        return f"{kind}='{value}'"
+
+    return re.compile(re.sub(r"\b(Name\\\(id|arg\\\(arg)='(\w+)'", group, text), re.DOTALL)
 
 
 def position(text: str, node: ast.AST, first: bool) -> int:
@@ -212,6 +164,14 @@ def position(text: str, node: ast.AST, first: bool) -> int:
     )
     lines = text.splitlines(keepends=True)
     return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
+
+
+def replaced(text: str, changes: Sequence[tuple[ast.AST, str]]) -> str:
+    """The text with other texts of some nodes."""
+    places = [(*(position(text, x, first=y) for y in (True, False)), new) for x, new in changes]
+    for begin, end, new in sorted(places, reverse=True):
+        text = text[:begin] + new + text[end:]
+    return text
 
 
 # ---- the edits -----------------------------------------------------------------------------------
@@ -267,25 +227,20 @@ CONFIGS = DATA["configs"]
 
 def edit_of(id: str, table: dict) -> Edit:
     """An edit from its table, in which the fields of a single change stand themselves."""
-    names = {field.name for field in dataclasses.fields(Change)}
-    file = {"file": table["file"]} if "file" in table else {}
+    others = dict(table)
+    file = {"file": others.pop("file", "train.py")}
 
-    def change_of(given: list[str]) -> Change:
-        return Change(**dict(zip(("within", "find", "put"), given, strict=True)), **file)
+    def change_of(within: str, find: str, put: str) -> Change:
+        return Change(find, put, within, **file)
 
-    changes = [Change(**(file | DATA["changes"][name])) for name in table.get("uses", ())]
-    changes += map(change_of, table.get("change", ()))
-    changes += [Change(**{name: table[name] for name in names & table.keys()})] * ("put" in table)
-    config = table.get("config", "demo")
-    others = {
-        name: x
-        for name, x in table.items()
-        if name not in {*names, "uses", "change", "config", "fix"}
-    }
-    others |= {"fix": change_of(table["fix"])} if "fix" in table else {}
-    return Edit(
-        id, tuple(changes), (config,) if isinstance(config, str) else tuple(config), **others
-    )
+    changes = [Change(**file | DATA["changes"][name]) for name in others.pop("uses", ())]
+    changes += [change_of(*given) for given in others.pop("change", ())]
+    own = {name: others.pop(name) for name in ("find", "put", "within") if name in others}
+    changes += [Change(**own, **file)] * bool(own)
+    config = others.pop("config", "demo")
+    if "fix" in others:
+        others["fix"] = change_of(*others["fix"])
+    return Edit(id, tuple(changes), (config,) if isinstance(config, str) else (*config,), **others)
 
 
 EDITS = {id: edit_of(id, table) for id, table in DATA["edit"].items()}
@@ -344,15 +299,8 @@ def run_tests(
 @functools.cache
 def _composed(name: str) -> tuple:
     config = CONFIGS[name]
-    return load(config["name"], *config.get("overrides", ())), mesh_of(config["mesh"])
-
-
-def mesh_of(text: str) -> AbstractMesh:
-    """A mesh such as `r=2 d=2 t=2`, without devices."""
-    sizes = {axis: int(size) for axis, size in (word.split("=") for word in text.split())}
-    return AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes)
-    )
+    mesh = explicit_mesh(sizes_of(config["mesh"]))
+    return load(config["name"], *config.get("overrides", ())), mesh
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from shardwright.program.stages import placement_of
 from shardwright.program.step import trace_step
 from shardwright.tools.replay import nonfinite
 from tests.support import tiny
-from tests.support.edits import place_of
+from tests.support.edits import Change
+from tests.support.recipes import SOURCE
 
 pytestmark = pytest.mark.long
 
@@ -84,8 +85,10 @@ def huge(array):
 def test_of_an_activation_the_line_and_the_layer_are_named(explain):
     first, *_ = explain("weights", "layers/w_o", lambda array: huge(array[1]))
     formula = "B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t"
-    _, line = place_of("Llama.attend", f'shardops.matmul("{formula}", attended, w_o)')
-    assert re.match(rf"(NaN|an infinity) is first computed at train\.py:{line}, ", first), first
+    product = f'shardops.matmul("{formula}", attended, w_o)'
+    ((node, *_), _) = Change(product, within="Llama.attend").place(SOURCE)
+    at = rf"(NaN|an infinity) is first computed at train\.py:{node.lineno}, "
+    assert re.match(at, first), first
     assert ", layer 1, microbatch 0 (" in first
     assert "backward" not in first
 

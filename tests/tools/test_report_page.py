@@ -4,10 +4,12 @@ looks, in Chromium.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,8 +17,7 @@ from rich.console import Console
 from shardwright.tools.report.__main__ import Settings, show_report
 from shardwright.tools.report.lines import step_by_line
 from shardwright.tools.report.reading import read_run
-from tests.support.browser import CHROMIUM, seen
-from tests.support.written_runs import (
+from tests.tools.written_runs import (
     HLO,
     PROFILE,
     write_lines,
@@ -285,6 +286,33 @@ def test_a_strangers_run_is_text(tmp_path):
 
 
 # ---- how it looks --------------------------------------------------------------------------------
+
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --hide-scrollbars --disable-dev-shm-usage --dump-dom "
+    "--enable-logging=stderr --virtual-time-budget=30000"
+)
+ASK = """<script>addEventListener("load", () => setTimeout(async () => {
+  const found = await (async () => {%s})();
+  document.body.replaceChildren(JSON.stringify(found));
+}, 500))</script>"""
+
+
+def seen(page: Path, program: str, *, width: int = 1280) -> Any:
+    """What a JavaScript function with this body, which may await, returns on a copy of an HTML
+    file, half a second after it is drawn in a window of `width` pixels, at least 500.
+
+    Raises:
+        AssertionError: the page wrote to the console, or an exception was not caught.
+    """
+    copy = page.with_name(f"{page.stem}_asked.html")
+    copy.write_text(page.read_text() + ASK % program)
+    command = [CHROMIUM, *FLAGS.split(), f"--window-size={width},900", copy.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return json.loads(done.stdout.partition("<body>")[2].partition("</body>")[0])
 
 
 DRAWN = """[...document.querySelectorAll(".plot")].map(plot => {
