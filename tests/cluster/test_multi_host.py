@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -25,7 +27,10 @@ from shardwright.settings.exits import (
     LostError,
     exit_of,
 )
-from tests.support.processes import Run, free_port
+from tests.support.local_server import free_port
+from tests.support.losses_of_runs import losses
+from tests.support.recipes import ROOT
+from tests.support.simulated import xla_flags
 
 HOST = socket.gethostname()
 # Short enough for a test, long enough for a machine that is busy with other tests.
@@ -35,6 +40,73 @@ LIMITS = [
     "distributed.join_timeout=120",
 ]
 STEPS = 12
+SMALL = ["model.layers=1", "model.d_model=32", "model.d_ff=32", "model.n_kv=4", "model.d_head=8"]
+SMALL += ["model.n_q_per_kv=1", "training.batch_size=8", "training.seq_len=16"]
+SMALL += ["training.compute_dtype=f32", "training.eval_batches=0", "training.report=false"]
+SMALL += [
+    "optimizer.warmup_steps=2",
+    "optimizer.schedule_steps=1000",
+    "optimizer.learning_rate=1e-2",
+]
+"""A model that compiles in seconds."""
+
+
+class Run:
+    """The processes of a run of `python -m train`, started; what they write is in `root`.
+
+    Args:
+        count: processes, of so many devices each.
+        overrides: of the configuration, after SMALL.
+        hooks: Python source by process, run before the program.
+        environment: by process, in place of distributed.coordinator, count and id.
+    """
+
+    def __init__(self, root, count, devices, *overrides, hooks=None, environment=None):
+        self.root, self.directory = root, root / "run"
+        root.mkdir(exist_ok=True, parents=True)
+        address = f"distributed.coordinator=127.0.0.1:{free_port()}"
+        self.processes = []
+        for i in range(count):
+            who = [address, f"distributed.count={count}", f"distributed.id={i}"] * (count > 1)
+            path = root / f"hook{i}"
+            path.mkdir(exist_ok=True)
+            (path / "sitecustomize.py").write_text((hooks or {}).get(i, ""))
+            env = os.environ | {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu", "PATH": ""}
+            env |= {"PYTHONPATH": f"{path}:{ROOT}"} | (environment[i] if environment else {})
+            program = [sys.executable, "-m", "train", "--config-name=local_test_synthetic"]
+            program += [f"paths.root_working_dir={root}", "paths.model_name=run", *SMALL]
+            program += [*(["distributed.auto=true"] if environment else who), *overrides]
+            with open(root / f"stdout{i}", "w") as out, open(root / f"stderr{i}", "w") as err:
+                self.processes.append(
+                    subprocess.Popen(program, cwd=ROOT, env=env, stdout=out, stderr=err)
+                )
+
+    def stdout(self, i: int) -> str:
+        return (self.root / f"stdout{i}").read_text()
+
+    def stderr(self, i: int) -> str:
+        return (self.root / f"stderr{i}").read_text()
+
+    def wait(self, timeout_s: float = 240) -> list[int]:
+        """Exit codes of all processes; each ends in time, or all are killed and the test fails."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            return [
+                process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes
+            ]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not ended in {timeout_s} s:\n{self._said()}") from None
+        finally:
+            for process in self.processes:
+                process.kill()
+
+    def succeed(self) -> "Run":
+        assert not any(self.wait()), self._said()
+        return self
+
+    def _said(self) -> str:
+        outputs = [(self.stdout(i), self.stderr(i)) for i in range(len(self.processes))]
+        return "\n---\n".join(f"{out[-1500:]}\n{error[-3000:]}" for out, error in outputs)
 
 
 @pytest.mark.quick
@@ -85,8 +157,8 @@ def test_two_processes_train_as_one(unbroken, tmp_path):
     """One process of as many devices has the same losses, but for the order of sums."""
     one = Run(tmp_path, 1, 4, "training.steps=5").succeed()
     # As for the meshes of test_train.py: f32 sums in another order, and five updates.
-    np.testing.assert_allclose(unbroken.losses()[:5], one.losses(), rtol=1e-5)
-    assert len(unbroken.losses()) == STEPS
+    np.testing.assert_allclose(losses(unbroken.directory)[:5], losses(one.directory), rtol=1e-5)
+    assert len(losses(unbroken.directory)) == STEPS
     assert f"step {STEPS}/{STEPS}" in unbroken.stdout(0)
     assert (unbroken.directory / "hosts.txt").read_text() == f"0 {HOST}\n1 {HOST}\n"
 
@@ -193,7 +265,7 @@ def test_processes_that_are_stopped_and_lost_go_on_as_if_nothing_had_been(unbrok
     hooks = {1: AT_A_BATCH.format(4, "SIGTERM")}
     stopped = two(tmp_path, "training.checkpoint_interval=1000", hooks=hooks)
     assert stopped.wait() == [STOPPED.code] * 2, stopped.stderr(0)
-    done = len(stopped.losses())
+    done = len(losses(stopped.directory))
     assert f"SIGTERM: stopped and saved after {done} steps of {STEPS}" in stopped.stdout(0)
     assert saved(stopped) == [done]
 
@@ -209,4 +281,4 @@ def test_processes_that_are_stopped_and_lost_go_on_as_if_nothing_had_been(unbrok
     step = max(saved(lost))
     again = two(tmp_path).succeed()
     assert f"resumed after {step} steps" in again.stdout(0)
-    assert again.losses() == unbroken.losses()
+    assert losses(again.directory) == losses(unbroken.directory)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwright.program import checkpoint
 from shardwright.program.checkpoint import Checkpointer
-from tests.support.processes import free_port
+from tests.support.local_server import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 

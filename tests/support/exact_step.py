@@ -51,55 +51,54 @@ class Model:
         self.table = Weights(Weight((16, 8), "embedding"), Layer(Weight((2, 8, 8), "matrix")))
 
 
-# ---- the arithmetic, by jax and by numpy ---------------------------------------------------------
+# ---- the arithmetic, of arrays of jax and of numpy ------------------------------------------------
 
 
-def mixed(np_or_jnp, x, place):
+def mixed(x, place):
     """A hash of each number of an array at its place."""
     x = (x.astype(np.uint32) + np.uint32(1)) * np.uint32(2654435761) + place * np.uint32(40503)
-    return np_or_jnp.sum((x ^ (x >> np.uint32(15))) * np.uint32(2246822519), dtype=np.uint32)
+    return ((x ^ (x >> np.uint32(15))) * np.uint32(2246822519)).sum(dtype=np.uint32)
 
 
-def hash_of_batch(np_or_jnp, batch, places):
+def hash_of_batch(batch, places):
     numbers = batch.targets * np.uint32(4) + batch.is_seq_start * np.uint32(2) + batch.loss_mask
-    return mixed(np_or_jnp, numbers, places)
+    return mixed(numbers, places)
 
 
-def loss_and_state(np_or_jnp, leaves, places, of_batch, number, rate):
+def loss_and_state(leaves, places, of_batch, number, rate):
     """Loss, and state after, of a step: leaves of weights, of adam_mu and of adam_nu."""
     of_settings = np.uint32(round(rate * 1e6) * 8191 % 2**32)
     total = of_batch * np.uint32(31) + number * np.uint32(1000003) + of_settings
     for i, (x, place) in enumerate(zip(leaves, places, strict=True)):
-        total = total * np.uint32(3) + mixed(np_or_jnp, x, place + np.uint32(977 * i))
+        total = total * np.uint32(3) + mixed(x, place + np.uint32(977 * i))
     total = total ^ (total >> np.uint32(13))
     count = len(leaves) // 3
-    w, mu, nu = (
-        [x.astype(np.uint32) for x in leaves[i * count : (i + 1) * count]] for i in range(3)
-    )
-    mu = [(x * np.uint32(3) + (total & np.uint32(255))) % np.uint32(PRIME) for x in mu]
-    nu = [
-        (x * np.uint32(5) + (total >> np.uint32(24)) + m) % np.uint32(PRIME)
-        for x, m in zip(nu, mu, strict=True)
-    ]
-    w = [(x * np.uint32(7) + m + n) % np.uint32(PRIME) for x, m, n in zip(w, mu, nu, strict=True)]
-    return (total >> np.uint32(12)).astype(np.float32) / np.float32(1024), [
-        x.astype(np.float32) for x in w + mu + nu
-    ]
+    after = []
+    for w, mu, nu in zip(*(leaves[i * count : (i + 1) * count] for i in range(3)), strict=True):
+        mu = mu.astype(np.uint32) * np.uint32(3) + (total & np.uint32(255))
+        nu = nu.astype(np.uint32) * np.uint32(5) + (total >> np.uint32(24)) + mu
+        new = w.astype(np.uint32) * np.uint32(7) + mu + nu, mu, nu
+        after.append([(x % np.uint32(PRIME)).astype(np.float32) for x in new])
+    loss = (total >> np.uint32(12)).astype(np.float32) / np.float32(1024)
+    return loss, [x for kind in zip(*after, strict=True) for x in kind]
 
 
-def first_weights(np_or_jnp, seed, i, place):
-    return (
-        (place * np.uint32(31) + np.uint32(104729 * i) + seed * np.uint32(7919)) % np.uint32(PRIME)
-    ).astype(np.float32)
+def first_weights(seed, i, place):
+    x = place * np.uint32(31) + np.uint32(104729 * i) + seed * np.uint32(7919)
+    return (x % np.uint32(PRIME)).astype(np.float32)
 
 
 # ---- the program ---------------------------------------------------------------------------------
 
 
-def placed(shape, spec=None):
-    """The number of each entry of an array, sharded as it is."""
-    numbers = jnp.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
-    return numbers if spec is None else jax.sharding.reshard(numbers, spec)
+def numbered(shape):
+    """The number of each entry of an array, in numpy."""
+    return np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
+
+
+def placed(shape, spec):
+    """The same of a sharded array."""
+    return jax.sharding.reshard(jnp.asarray(numbered(shape)), spec)
 
 
 def like(x):
@@ -110,11 +109,8 @@ def init_state(key, config, model):
     seed = jax.random.key_data(key)[1]
     shapes, tree = jax.tree.flatten(shapes_of(model.table))
     specs = [x.spec for x in jax.tree.leaves(make_shardings(Weights, like=shapes_of(model.table)))]
-    made = [
-        first_weights(jnp, seed, i, placed(x.shape, s))
-        for i, (x, s) in enumerate(zip(shapes, specs, strict=True))
-    ]
-    w = jax.tree.unflatten(tree, made)
+    places = map(placed, (x.shape for x in shapes), specs)
+    w = jax.tree.unflatten(tree, [first_weights(seed, i, x) for i, x in enumerate(places)])
     return train.State(w, *(jax.tree.map(jnp.zeros_like, w) for _ in range(2)))
 
 
@@ -122,11 +118,9 @@ def make_training_step(config, model):
     @functools.partial(jax.jit, donate_argnums=0)
     def training_step(state, batch, number):
         leaves, tree = jax.tree.flatten(state)
-        of_batch = hash_of_batch(jnp, batch, like(batch.targets))
-        number = number.astype(np.uint32)
-        loss, leaves = loss_and_state(
-            jnp, leaves, list(map(like, leaves)), of_batch, number, config.optimizer.learning_rate
-        )
+        of_batch = hash_of_batch(batch, like(batch.targets))
+        given = of_batch, number.astype(np.uint32), config.optimizer.learning_rate
+        loss, leaves = loss_and_state(leaves, list(map(like, leaves)), *given)
         zero = jnp.zeros(())
         targets = jnp.float32(batch.targets.size)
         metrics = train.Metrics(loss, loss, zero, None, jnp.zeros((), bool), targets)
@@ -135,11 +129,7 @@ def make_training_step(config, model):
     return training_step
 
 
-SPEC = dataclasses.replace(
-    train.SPEC,
-    init_state=init_state,
-    make_training_step=make_training_step,
-)
+SPEC = dataclasses.replace(train.SPEC, init_state=init_state, make_training_step=make_training_step)
 
 
 # ---- what numpy expects --------------------------------------------------------------------------
@@ -147,20 +137,13 @@ SPEC = dataclasses.replace(
 
 def expected(seed: int, batches: Iterator) -> Iterator[float]:
     """The loss of each step, from the (TokenBatch of sequences, learning rate) of each."""
-    shapes = [
-        w.shape for w in jax.tree.leaves(Model(None).table, is_leaf=lambda x: isinstance(x, Weight))
-    ]
-    places = [np.arange(np.prod(shape), dtype=np.uint32).reshape(shape) for shape in shapes]
-    leaves = [first_weights(np, np.uint32(seed), i, place) for i, place in enumerate(places)]
-    leaves += [np.zeros(shape, np.float32) for shape in shapes * 2]
+    places = [numbered(x.shape) for x in jax.tree.leaves(shapes_of(MODEL.table))]
+    leaves = [first_weights(np.uint32(seed), i, place) for i, place in enumerate(places)]
+    leaves += [np.zeros(place.shape, np.float32) for place in places * 2]
     with np.errstate(over="ignore"):
         for number, (batch, rate) in enumerate(batches):
-            of_batch = hash_of_batch(
-                np,
-                batch,
-                np.arange(batch.targets.size, dtype=np.uint32).reshape(batch.targets.shape),
-            )
-            loss, leaves = loss_and_state(np, leaves, places * 3, of_batch, np.uint32(number), rate)
+            of_batch = hash_of_batch(batch, numbered(batch.targets.shape))
+            loss, leaves = loss_and_state(leaves, places * 3, of_batch, np.uint32(number), rate)
             yield float(loss)
 
 
@@ -245,9 +228,8 @@ def use(patch) -> None:
 
     patch.setattr(train, "Run", Bare)
     patch.setattr(run, "trace_step", trace)
-    patch.setattr(
-        run, "provenance_of", lambda step: {"source": {}, "programs": {}, "traced_by": ""}
-    )
+    about = {"source": {}, "programs": {}, "traced_by": ""}
+    patch.setattr(run, "provenance_of", lambda step: about)
     patch.setattr(step.Step, "lowered", property(lower_once))
     patch.setattr(step.Step, "calls", [])
     patch.setattr(run, "load_spec", lambda: SPEC)

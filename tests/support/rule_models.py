@@ -1,11 +1,4 @@
-"""Small models whose layers attend by other rules than causal, and how tests/support/dense.py
-computes the same.
-"""
-
-import functools
-
-import jax
-import numpy as np
+"""Small models whose layers attend by other rules than causal."""
 
 import train
 from shardlib import shardops
@@ -31,14 +24,11 @@ def prefix(q, k):
 
 
 class Ruled(train.Llama):
-    """`mask` for all layers, or `rules` for those of a period."""
+    """Rules for the layers of a period."""
 
     rules: tuple = ()
 
     def layer(self, x, w, tokens, attention):
-        if not self.rules:
-            return super().layer(x, w, tokens, attention)
-
         def of_turn(q, k, v, _):
             return attention(q, k, v, self.rules[tokens.index_in_period])
 
@@ -77,39 +67,12 @@ def repeated(q: train.act["B/b L/c K/t Q D"], sinks: f32["K/t Q *fsdp"]) -> f32[
     return shardops.broadcast("K/t Q *fsdp -> B/b K/t Q *c", sinks)
 
 
-def of(name: str, **fields) -> type:
-    return type(name, (Ruled,), fields)
-
-
+EACH_WAY = AttentionMask((*MASKS, Window(WINDOW))), AttentionMask(scale=0.3)
 KINDS = {
-    "alibi": of("OfAlibi", mask=AttentionMask(score_mod=alibi)),
-    "alternating": of(
-        "Alternating",
-        period=2,
-        rules=(AttentionMask((*MASKS, Window(WINDOW))), AttentionMask(scale=0.3)),
-    ),
+    "alibi": type("OfAlibi", (train.Llama,), {"mask": AttentionMask(score_mod=alibi)}),
+    "alternating": type("Alternating", (Ruled,), {"period": 2, "rules": EACH_WAY}),
     "sinks": Sinks,
-    "prefix": of("OfPrefix", mask=AttentionMask((prefix, same_document), causal=False)),
-}
-
-
-@functools.cache
-def host_weights(name: str):
-    """Weights that are far enough from the first ones for texts that are not uniform and heads that
-    differ.
-    """
-    rng, table = np.random.default_rng(3), KINDS[name](SIZES).table
-
-    # Norms too differ from 1. The gain of 2 on matrices makes some scores large.
-    def value(weight):
-        return np.float32(rng.normal(weight.mean, 2 * weight.std or 0.1, weight.shape))
-
-    return jax.tree.map(value, table)
-
-
-slopes = 2.0 ** (-8 * (np.arange(HEADS)[:, None, None] + 1) / HEADS)
-
-
-DENSE = {  # kind: the arguments of dense.logits for it
-    "alibi": {"score": lambda layer, scores, i, j: scores - slopes * (i - j)},
+    "prefix": type(
+        "OfPrefix", (train.Llama,), {"mask": AttentionMask((prefix, same_document), causal=False)}
+    ),
 }

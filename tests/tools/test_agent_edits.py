@@ -3,64 +3,76 @@ its line.
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import agent_edits
+from tests.support.edits import EDITS, copied
+from tests.support.recipes import ROOT
 
-EDITS = {edit.id: edit for edit in agent_edits.SESSION}
-
-
-def rows() -> list[tuple[str, str]]:
-    """Each edit of the page's table, and what the page says of it."""
-    *_, recorded = agent_edits.RECORDED.findall(agent_edits.PAGE.read_text())
-    table = re.findall(r"^\| (.*?) \| (.*) \|$", recorded.partition("|---|---|\n")[2], re.M)
-    assert len(table) > 10
-    return table
-
-
-def without_percents(text: str) -> str:
-    """The text without the digits of percentages, in which versions of jax differ."""
-    return re.sub(r"[\d.]+%", "%", text)
+SESSION = sorted((edit for edit in EDITS.values() if edit.session), key=lambda edit: edit.session)
+PAGE = (ROOT / "docs/agents.md").read_text()
+COMMAND = ["-m", "tools.check", "--config-name=local_test_synthetic", "check.output=json"]
+ROWS = re.findall(r"^\| (.*?) \| (.*) \|$", PAGE.rpartition("|---|---|\n")[2], re.M)
+"""Each edit of the page's table, and what the page says of it."""
 
 
 @pytest.mark.quick
 def test_the_page_has_each_edit_with_its_verdict():
-    rejected = {
-        name: f"**rejected** by `{edit.check}`" for name, edit in EDITS.items() if edit.check
-    }
     expected = [
-        *((name, rejected.get(name, "accepted")) for name in EDITS),
-        ("the same, with its remedy", "accepted"),
+        (edit.id, f"**rejected** by `{edit.check}`" if edit.check else "accepted")
+        for edit in SESSION
     ]
-    assert [(name, said.partition(":")[0]) for name, said in rows()] == expected
+    expected += [("the same, with its remedy", "accepted")]
+    assert [(name, said.partition(":")[0]) for name, said in ROWS] == expected
+    assert len(ROWS) > 10
 
 
-@pytest.fixture
-def checkout(tmp_path) -> Path:
-    return agent_edits.checkout(tmp_path)
+def check(directory: Path) -> tuple[int, dict]:
+    """Exit status of tools.check in a checkout, and what it says."""
+    environment = os.environ | {"PYTHONPATH": str(directory)}
+    options = {"cwd": directory, "env": environment, "timeout": 300}
+    done = subprocess.run([sys.executable, *COMMAND], capture_output=True, text=True, **options)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.returncode, json.loads(done.stdout.strip().rpartition("\n")[2])
 
 
-WRONG = "QK-norm: one norm for all heads of a query"
+def verdict(difference: dict) -> str:
+    """What the page says of an edit that is accepted, without the digits of percentages, in which
+    versions of jax differ.
+    """
+    now, before = (difference["bytes"][x] for x in ("now", "before"))
+    lines, parameters = len(difference["lines"]), difference["parameters"]
+    parts = [f"{lines} line{'s' * (lines > 1)} changed"] if lines else []
+    parts += [f"memory {'+' if now > before else '-'}%"] if now != before else []
+    parts += [f"{parameters:+,} parameters"] if parameters else []
+    return "accepted: " + ", ".join(parts)
 
 
 @pytest.mark.long
-def test_a_wrong_edit_is_rejected_at_its_line_until_its_remedy_which_is_compared(checkout):
+def test_a_wrong_edit_is_rejected_at_its_line_until_its_remedy_which_is_compared(tmp_path):
     """Others: tests/edits."""
-    edit = EDITS[WRONG]
-    with agent_edits.edited(checkout, edit):
-        status, found = agent_edits.check(checkout)
+    edit = EDITS["QK-norm: one norm for all heads of a query"]
+    ((file, text),) = edit.files.items()
+    checkout = copied(tmp_path / "checkout")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "begin"]):
+        subprocess.run([*git, *words], cwd=checkout, check=True)
+    (checkout / file).write_text(text)
+    status, found = check(checkout)
     assert (status, found["verdict"], found["checks"][-1]["name"]) == (1, "rejected", edit.check)
-    file, _, number = found["place"].partition(":")
-    assert int(number) in edit.lines[file], found["place"]
-    assert f'"problem": {json.dumps(found["problem"])},' in agent_edits.PAGE.read_text()
-    assert f'"remedy": {json.dumps(found["remedy"])}\n' in agent_edits.PAGE.read_text()
-    with agent_edits.edited(checkout, edit, with_fix=True):
-        status, found = agent_edits.check(checkout)
+    place, _, number = found["place"].partition(":")
+    assert int(number) in edit.lines[place], found["place"]
+    assert f'"problem": {json.dumps(found["problem"])},' in PAGE
+    assert f'"remedy": {json.dumps(found["remedy"])}\n' in PAGE
+    (checkout / file).write_text(edit.fix.apply(text))
+    status, found = check(checkout)
     assert (status, found["verdict"]) == (0, "accepted")
-    said = dict(rows())["the same, with its remedy"]
-    assert without_percents(agent_edits.verdict(found)) == without_percents(said)
+    said = dict(ROWS)["the same, with its remedy"]
+    assert verdict(found["difference"]) == re.sub(r"[\d.]+%", "%", said)
     assert found["difference"]["same_program"] == edit.same
     assert found["difference"]["lines"]

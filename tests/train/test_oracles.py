@@ -71,12 +71,23 @@ def of_dense(name: str) -> Truth:
     """What the dense computation gives for a model of rules."""
     given, c = batch(), rule_models.SIZES
 
+    slopes = 2.0 ** (-8 * (np.arange(c.heads)[:, None, None] + 1) / c.heads)
+
+    rng = np.random.default_rng(3)
+
+    def drawn(weight):
+        """So that texts are not uniform, and heads differ; norms too differ from 1."""
+        return np.float32(rng.normal(weight.mean, 2 * weight.std or 0.1, weight.shape))
+
+    def score(layer, scores, i, j):  # of "alibi"
+        return scores - slopes * (i - j)
+
     def loss(w):
-        logits = dense.logits(w, dense.tokens_of(given), c, **rule_models.DENSE[name])
+        logits = dense.logits(w, dense.tokens_of(given), c, score=score)
         return dense.cross_entropy(logits, given)
 
     with jax.set_mesh(tiny.mesh("one device")):
-        w = rule_models.host_weights(name)
+        w = jax.tree.map(drawn, rule_models.KINDS[name](c).table)
         return Truth(c, w, *jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(w)))
 
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardwright.inspect.compiled.hlo import parse
-from tests.support.hlo_texts import TEXT
+from tests.inspect.compiled.hlo_texts import TEXT
 
 pytestmark = pytest.mark.quick
 

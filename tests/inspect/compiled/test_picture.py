@@ -3,7 +3,7 @@ import xml.etree.ElementTree
 import pytest
 
 from shardwright.inspect.compiled.picture import draw
-from tests.support.hlo_texts import TEXT
+from tests.inspect.compiled.hlo_texts import TEXT
 from tests.support.step_text import table_of
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -15,8 +15,8 @@ from shardwright.inspect.compiled.hlo import parse
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.compiled.table import CompiledStep, read_table
 from shardwright.program.files import write_json
+from tests.inspect.compiled.hlo_texts import TEXT
 from tests.support import step_text, tiny
-from tests.support.hlo_texts import TEXT
 from tests.support.step_text import table_of
 
 MESH = {"d": 2, "t": 2}

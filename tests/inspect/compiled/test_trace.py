@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.profiler import ProfileData
 
 from shardwright.inspect.compiled.trace import (
     devices_of,
@@ -20,9 +21,8 @@ from shardwright.inspect.compiled.trace import (
     step_bubble,
     top_lines,
 )
-from tests.support.hlo_texts import TEXT
+from tests.inspect.compiled.hlo_texts import TEXT
 from tests.support.step_text import table_of
-from tests.support.traces import trace
 
 STEP = "jit_training_step"
 DATA = Path(__file__).parents[2] / "data/h100"
@@ -30,6 +30,34 @@ DATA = Path(__file__).parents[2] / "data/h100"
 # end the process.
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
 SOURCE = {"train.py:10": "x = gather(x)", "train.py:20": "y = x @ w"}
+
+
+def trace(planes):
+    """A trace. planes: {plane: {line: [(start in µs, end in µs, name, stats), ...]}}."""
+    text = ""
+    for plane, lines in planes.items():
+        events = [event for line in lines.values() for event in line]
+        names = list(dict.fromkeys(name for *_, name, _ in events))
+        keys = list(dict.fromkeys(key for *_, stats in events for key in stats))
+        text += f'planes {{ name: "{plane}"\n'
+        for table, entries in (("event_metadata", names), ("stat_metadata", keys)):
+            for i, entry in enumerate(entries, 1):
+                text += f'{table} {{ key: {i} value {{ id: {i} name: "{entry}" }} }}\n'
+        for line, events in lines.items():
+            text += f'lines {{ name: "{line}"\n'
+            for start, end, name, stats in events:
+                text += f"events {{ metadata_id: {names.index(name) + 1} "
+                text += f"offset_ps: {round(start * 1e6)} duration_ps: {round((end - start) * 1e6)}"
+                for key, value in stats.items():
+                    kind = "str_value" if isinstance(value, str) else "int64_value"
+                    number = keys.index(key) + 1
+                    text += f" stats {{ metadata_id: {number} {kind}: {json.dumps(value)} }}"
+                text += " }\n"
+            text += "}\n"
+        text += "}\n"
+    space = ProfileData.text_proto_to_serialized_xspace(text)
+    return ProfileData.from_serialized_xspace(space)
+
 
 # ---- between the steps ---------------------------------------------------------------------------
 
