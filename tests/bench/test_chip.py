@@ -1,6 +1,5 @@
 """bench.chip: the parts that it measures and what fails in them; attention and rates of a device."""
 
-import json
 import re
 import subprocess
 import time
@@ -144,13 +143,6 @@ def test_a_part_that_hangs_ends_with_what_it_started(programs, monkeypatch):
     assert table(programs)[1][0] == "next"
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert "time.sleep(99)" not in running
-
-
-def test_a_damaged_result_is_measured_again(programs):
-    programs.mkdir()
-    (programs / "devices.json").write_text('{"rows": 7}')
-    chip.main(["minutes=1", f"out={programs}", "parts=[devices]"])
-    assert json.loads((programs / "devices.json").read_text())["failed"] is False
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,6 @@ from shardwright.cluster.chips import chip_of, known
 
 pytestmark = pytest.mark.quick
 NAMES = {"a100", "h100", "h200", "b200", "mi300x", "v4", "v5e", "v5p", "v6e", "v7x", "cpu"}
-OF_ONE_FILE = """
-like: h100
-title: ours
-far_bandwidth: {value: 12.5e9, source: our switch}
-"""
 
 
 def as_measured(name):
@@ -87,20 +82,6 @@ def test_a_ring_of_tpus_takes_what_the_scaling_book_says():
         2e9 * 15 / 16 / 1e11 + 30e-6
     )
     assert v5e.collective_s("psum", 1e9, {"d": 1, "t": 8}, ("d",)) == 0
-
-
-def test_a_chip_is_added_as_a_file(tmp_path):
-    (tmp_path / "ours.yaml").write_text(OF_ONE_FILE)
-    ours = chip_of(str(tmp_path / "ours.yaml"))
-    assert (ours.name, ours.title, ours.far_bandwidth, ours.sources["far_bandwidth"]) == (
-        "ours",
-        "ours",
-        12.5e9,
-        "our switch",
-    )
-    assert ours.matmul_s(1, 512, 512, 512, "bf16") == chip_of("h100").matmul_s(
-        1, 512, 512, 512, "bf16"
-    )
 
 
 @pytest.mark.parametrize(

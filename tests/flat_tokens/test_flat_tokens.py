@@ -79,29 +79,6 @@ def test_zarr_python_reads_what_was_written(tmp_path, small_chunks, num_parts, n
     }
 
 
-def test_reads_rows_and_documents(tmp_path, small_chunks):
-    ids, lengths = write(tmp_path / "d", [random_documents(np.random.default_rng(0), 500)])
-    reader = Reader(str(tmp_path / "d"), "train")
-    ends = np.cumsum(lengths)
-    array = zarr.open_group(str(tmp_path / "d"), mode="r")["train/encoded_tokens"]
-    assert (array.shards, array.chunks) == ((256,), (64,))
-    counts = reader.num_tokens, reader.num_documents, reader.max_token_id
-    assert counts == (ids.size, lengths.size, ids.max())
-
-    starts = np.array([0, 63, 200, ids.size - 300])
-    rows = reader.read(starts, np.full(4, 300)).reshape(4, 300)
-    for start, row in zip(starts, rows, strict=True):
-        found, is_start = flat_tokens.decode(row)
-        np.testing.assert_array_equal(found, ids[start : start + 300])
-        expected = np.isin(np.arange(start, start + 300), ends - lengths)
-        np.testing.assert_array_equal(is_start, expected)
-
-    documents = np.array([499, 0, 130])
-    spans = reader.document_spans(documents)
-    np.testing.assert_array_equal(spans[0], (ends - lengths)[documents])
-    np.testing.assert_array_equal(spans[1], lengths[documents])
-
-
 def test_reads_datasets_of_seqax():
     reader = Reader(str(SEQAX), "validation")
     group = zarr.open_group(str(SEQAX), mode="r")["validation"]

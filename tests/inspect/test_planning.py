@@ -15,7 +15,7 @@ from shardwright.axes import AXES
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.config import MeshConfig
 from shardwright.inspect import planning
-from shardwright.inspect.planning import changes, plan_run, planned_step
+from shardwright.inspect.planning import plan_run, planned_step
 from shardwright.modeling.model import load_model
 from shardwright.program.step import trace_step
 from tests.support import tiny
@@ -86,12 +86,3 @@ def test_too_little_memory_is_refused_with_what_would_fit(tmp_path, monkeypatch,
     assert "\n" not in str(refused.value)
     assert "devices    " not in capsys.readouterr().out
     assert [path.name for path in tmp_path.glob("run/*")] == ["plan.json"]
-
-
-def test_what_does_not_fit_is_first_advised_to_keep_less():
-    """What may be faster comes first only if the step fits."""
-    c = tiny.config(microbatches=2, save="everything")
-    assert next(iter(changes(c, SIZES))) == {"training.microbatches": 1}
-    assert next(iter(changes(c, SIZES, fits=False))) == {"training.save": "nothing"}
-    of_both = [{frozenset(x.items()) for x in changes(c, SIZES, fits)} for fits in (True, False)]
-    assert of_both[0] == of_both[1]

@@ -149,10 +149,6 @@ def test_cudnn_is_asked_for_the_same(asked, name):
     assert asked == [("cudnn", True, masked, window, WIDTH)]
 
 
-def SINE(scores, *_):
-    return jnp.sin(scores)
-
-
 # ---- the choice ----------------------------------------------------------------------------------
 
 
@@ -192,36 +188,6 @@ def test_auto_takes_what_can_do_it(monkeypatch, device, length, changes, expecte
     path = attention_paths.choose("auto", **asked)
     assert path == expected
     assert attention_paths.choose(path, **asked) == path, "and what it takes can be asked for"
-
-
-@pytest.mark.parametrize(
-    ("path", "device", "changes", "reason"),
-    [
-        ("blockwise", CPU, {"dropout": True}, "no dropout"),
-        ("cudnn", GPU, {"pattern": AttentionMask(score_mod=SINE)}, "changes no scores"),
-        ("cudnn", GPU, {"sinks": True}, "no sinks"),
-        (
-            "triton",
-            GPU,
-            {"pattern": AttentionMask((causal, Window(9)))},
-            "the conditions causal and same_document",
-        ),
-        ("splash", TPU, {"pattern": AttentionMask(score_mod=SINE)}, "only knows SoftCap"),
-        (
-            "splash",
-            TPU,
-            {"pattern": AttentionMask((causal, lambda q, k: q.index > 5))},
-            "the conditions causal, same_document and Window",
-        ),
-    ],
-)
-def test_a_path_that_cannot_do_it_says_so(monkeypatch, path, device, changes, reason):
-    monkeypatch.setattr(attention_paths, "target_device", lambda: device)
-    asked = asking(**changes)
-    with pytest.raises(
-        ValueError, match=rf"training\.attention is {path}, .*{reason}.* Choose auto"
-    ):
-        attention_paths.choose(path, **asked)
 
 
 def test_kernels_that_count_from_0_take_no_part_of_the_queries(monkeypatch):

@@ -124,15 +124,6 @@ def in_the_config(model: Path) -> None:
     change(model / "tokenizer_config.json", chat_template=TEMPLATE)
 
 
-def of_old_files(model: Path) -> None:
-    path = model / "tokenizer_config.json"
-    content = read_json(path)
-    named = {name: content.pop(name) for name in ("bos_token", "eos_token", "pad_token")}
-    path.write_text(json.dumps(content))
-    named["eos_token"] = {"content": named["eos_token"], "lstrip": False, "normalized": False}
-    (model / "special_tokens_map.json").write_text(json.dumps(named))
-
-
 def added_in_the_config(model: Path) -> None:
     """As transformers 4 wrote them. The ids are those that follow the vocabulary's."""
     path = model / "tokenizer_config.json"
@@ -162,7 +153,6 @@ def in_files(model: Path) -> None:
 FORMS = {
     "files": (in_files,),
     "the config": (in_the_config, added_in_the_config),
-    "old files": (in_the_config, of_old_files),
 }
 
 

@@ -41,18 +41,6 @@ def run(tmp_path) -> Any:
     )
 
 
-def test_a_spike_is_told_and_steps_without_targets_are_none(run):
-    run.config.training.spike_factor, run.config.training.max_skipped = 1.5, 1
-    skips = Skips()
-    skips.begin(run)
-    for step in range(19):
-        skips.see(step, {"loss": 3.0, "grad_norm": 1.0} if step % 3 else {"grad_norm": 0.0})
-    assert run.events == []
-    skips.see(19, {"loss": 9.0, "grad_norm": 1.0})
-    ((step, event, values),) = run.events
-    assert (step, event, values["batch"]) == (19, "spike", 24)
-
-
 class Checkpointer:
     """Records what is saved; the first `fails` saves fail."""
 

@@ -106,27 +106,6 @@ def test_a_spike_is_told_once():
     assert steps.count == 0
 
 
-def spikes_of(losses, factor=1.5) -> list[int]:
-    told = []
-    steps = SkippedSteps(3, {}, lambda step, *_: told.append(step), factor)
-    for step, loss in enumerate(losses):
-        steps.see(step, float(loss), 1.0, False)
-    return told
-
-
-def test_what_is_and_is_no_spike():
-    counts = np.arange(40)
-    rewards = [*(-5.0 + counts % 5 * 0.2), -1.0]
-    assert spikes_of(rewards) == [40]
-    assert spikes_of(rewards, factor=None) == []
-    memorized = 0.01 * (1 + counts % 5)
-    assert spikes_of(memorized) == []
-    few_tokens = np.random.default_rng(0).uniform(1, 5, 200)
-    assert spikes_of(few_tokens) == []
-    early = np.linspace(11, 8, 10)
-    assert spikes_of(np.where(np.arange(10) == 5, 20, early)) == [5]
-
-
 @pytest.mark.quick
 def test_a_state_that_is_not_finite_is_not_saved():
     good = {"good": np.ones(3, np.float32)}

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -161,17 +160,6 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("WARNING: the tracker fake0 failed: ")
     assert f"{kind.__name__}: no network in {fails}\N{REPLACEMENT CHARACTER}[2J" in line
-
-
-@pytest.mark.parametrize(("is_known", "expected"), [(False, "offline"), (True, None)])
-def test_wandb_without_a_login_writes_files_and_asks_nothing(
-    is_known, expected, tmp_path, monkeypatch
-):
-    wandb = Mock()
-    wandb.login = lambda prompt: is_known and not prompt
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    trackers.TRACKERS["wandb"][1](wandb, trackers.Facts("name", tmp_path, "project", 0, {}, None))
-    assert wandb.init.call_args.kwargs["mode"] == expected
 
 
 def test_a_tracker_of_ones_own_file(tmp_path):

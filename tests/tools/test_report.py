@@ -185,17 +185,3 @@ def test_averages_against_a_loop():
     ends = [i + min(i, 2) + 1 for i in range(57)]
     expected = [losses[max(0, i - 2) : end].mean() for i, end in enumerate(ends)]
     np.testing.assert_allclose(averaged(losses), expected, rtol=1e-12)
-
-
-def test_metrics_of_the_users_own_and_the_learning_rate_are_drawn_as_they_are(tmp_path):
-    for name, layers in (("a", 2), ("b", 3)):
-        lines = [{"step": i + 1, "loss": 3 - i, "learning_rate": i % 2} for i in range(4)]
-        for i, line in enumerate(lines):
-            line |= {"noise": 0.5 * i, "stream": [i + 2 * j for j in range(layers)]}
-        write_lines(tmp_path / name, lines)
-    traces = {panel.title: panel.traces for panel in panels_of(compared(tmp_path))}
-    np.testing.assert_array_equal(traces["noise"][0]["y"], [0, 0.5, 1, 1.5])
-    np.testing.assert_array_equal(traces["stream"][0]["y"], [1, 2, 3, 4])  # the mean of its layers
-    np.testing.assert_array_equal(traces["stream"][2]["y"], [2, 3, 4, 5])
-    of_a, _ = traces["Learning rate"]
-    np.testing.assert_array_equal(of_a["y"], [0, 1, 0, 1])

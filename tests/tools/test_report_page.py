@@ -148,13 +148,6 @@ def test_the_state_of_a_run(tmp_path, end, lock, steps, state):
 # ---- the step by source line ---------------------------------------------------------------------
 
 
-def test_the_newest_files_are_shown(run):
-    table = json.loads((run / f"{HLO}.json").read_text())
-    later = run / f"{HLO.replace('2026_01_01', '2026_02_02')}.json"
-    later.write_text(json.dumps(table | {"rows": []}))
-    assert step_by_line(read_run(run))["facts"][1][1] == "0 FLOP"
-
-
 TIME = {"line": "a", "text": "", "seconds": 1, "share": 7, "collective": 0, "exposed": -1}
 LACKING = [{"line": "train.py:10", "kind": "collective", "seconds": 1.0, "exposed": 0.0}]
 

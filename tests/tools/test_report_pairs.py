@@ -151,22 +151,6 @@ def printed(tmp_path) -> tuple[str, str]:
     return console.export_text(), page.read_text()
 
 
-@pytest.mark.parametrize(
-    ("losses", "verdict"),
-    [
-        ([2.98, 3.079, 3.181, 3.28], "-0.0200 nats, 99% interval -0.0224 to -0.0176: lower"),
-        ([3, 3.1, 3.2, 3.306], "+0.0015 nats, 99% interval -0.0073 to +0.0103: no difference seen"),
-    ],
-)
-def test_two_patterns_are_compared_on_the_screen_and_the_page(tmp_path, losses, verdict):
-    groups(tmp_path, [3.0, 3.1, 3.2, 3.3], losses)
-    more = "A difference as small as 0.0015 takes 51 pairs, 47 more."
-    for shown in printed(tmp_path):
-        assert verdict in shown
-        assert "They have the same settings." in shown
-        assert (more in shown) == ("no difference" in verdict)
-
-
 def test_settings_in_which_pairs_differ_are_named(tmp_path):
     a, b = groups(tmp_path, [3.0] * 2, [3.0] * 2, val={1: 2.5})
     for run in b:

@@ -155,27 +155,6 @@ def test_lines_of_cpu_devices():
     assert found["exposed"] == pytest.approx(45 / total)
 
 
-def test_lines_in_gpu_streams():
-    """Two streams compute at the same time; a third communicates for 20 ns longer."""
-
-    def of(name):
-        return {"hlo_module": "jit_f", "hlo_op": name}
-
-    lines = {
-        "Stream #1(Compute)": [(0, 40, "gemm", of("product")), (40, 45, "memset", {})],
-        "Stream #2(NCCL)": [(30, 60, "ncclDevKernel", of("start"))],
-        "Stream #3(Compute)": [(10, 35, "gemm", of("product"))],
-    }
-    found = times(
-        {"/device:GPU:0": lines, "/device:GPU:1": {"Stream #1": []}, "/host:CPU": {"python": []}}
-    )
-    assert found["devices"] == 1
-    assert by_line(found) == {
-        "train.py:20": [65e-6, round(65 / 95, 6), 0, 0],
-        "train.py:10": [30e-6, round(30 / 95, 6), round(30 / 95, 6), round(20 / 95, 6)],
-    }
-
-
 def test_a_line_of_operations():
     """As TPUs have it: an operation is named by its whole instruction.
 
