@@ -16,7 +16,9 @@ from shardwright.data.flat_tokens import Reader, Writer
 from shardwright.data.loader import DataConfig, FlatTokensLoader
 from shardwright.data.text.files import find_files
 from tests.support.numpy_checks import check_modules
-from tests.support.s3_server import S3Server
+from tests.support.s3_server import server
+
+__all__ = ["server"]
 
 check_modules(flat_tokens)
 
@@ -178,15 +180,6 @@ def dataset(tmp_path, small_chunks):
     """Eleven files of tokens, 256 in each but the last, in documents of 7 tokens."""
     write(tmp_path / "d", PARTS)
     return tmp_path / "d"
-
-
-@pytest.fixture
-def server(monkeypatch):
-    with S3Server() as found:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", found.url)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        yield found
 
 
 def upload(server, folder, name):

@@ -18,6 +18,7 @@ from tests.support import huggingface_models as models
 from tests.support.huggingface_models import export
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("no_hashes")
 
 
 def need_transformers():
@@ -25,11 +26,6 @@ def need_transformers():
         "torch", reason="transformers' models need torch, installed on Python 3.11 only"
     )
     return pytest.importorskip("transformers", reason="the comparison needs transformers")
-
-
-@pytest.fixture(autouse=True)
-def _no_hashes(no_hashes):
-    pass
 
 
 @pytest.fixture

@@ -30,9 +30,10 @@ from tests.support.huggingface_models import to_run as run
 from tests.support.transformers_models import theirs
 
 # Not by `importorskip`, which would import it where tests are only collected.
-pytestmark = pytest.mark.skipif(
-    find_spec("transformers") is None, reason="transformers reads config.json"
-)
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers reads config.json"),
+    pytest.mark.usefixtures("no_hashes"),
+]
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,11 +50,6 @@ def shapes(c):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map(sharded, like, make_shardings(train.Transformer, like=like))
-
-
-@pytest.fixture(autouse=True)
-def _no_hashes(no_hashes):
-    pass
 
 
 @pytest.fixture

@@ -33,6 +33,8 @@ from tests.support.written_datasets import write
 
 __all__ = ["exact"]
 
+pytestmark = pytest.mark.usefixtures("no_hashes")
+
 ROOT = Path(__file__).parents[2]
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 MORE = ["<think>", "</think>", "<|tool|>"]
@@ -45,11 +47,6 @@ CHAT = [{"role": "user", "content": "It is a truth"}]
 needs_transformers = pytest.mark.skipif(
     not models.COMPARES, reason="transformers and torch are the oracle"
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_hashes(no_hashes):
-    pass
 
 
 def definition(special: list[str]) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run import page as pages
 from shardwright.run.page import Page
 from tests.tools.written_runs import write_run
 
@@ -63,22 +62,3 @@ def test_the_last_page_is_waited_for(tmp_path):
     (run / "json.py").write_text("raise SystemExit('not this one')")
     assert Page(run, wanted=True).finish() == run / "report.html"
     assert "It is a truth" in (run / "report.html").read_text()
-
-
-def test_pages_are_a_minute_apart_and_take_a_share_of_the_time(tmp_path, monkeypatch):
-    """The third takes nine seconds: 30 times as long until the next one."""
-    starts, now = [], [1000.0]
-
-    def make(*_, **options):
-        assert options == {"directory": tmp_path, "nice": 19}
-        starts.append(now[0])
-        now[0] += 9 if len(starts) == 3 else 1
-
-    monkeypatch.setattr(pages.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(pages, "run_beside", make)
-    page = Page(tmp_path, wanted=True)
-    for _ in range(600):
-        page.refresh()
-        page.close()
-        now[0] += 1
-    assert starts == [1010, 1070, 1130, 1400, 1460, 1520, 1580]

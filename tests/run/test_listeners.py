@@ -110,21 +110,6 @@ def test_older_checkpoints_stay_after_a_skipped_step(run, saving):
     assert written.saved[1][1] != written.saved[0][1], "the checkpoint knows of the skipped step"
 
 
-def test_a_save_that_fails_is_told_and_the_last_one_is_tried_again(run, saving, capsys):
-    checkpoints, written = saving(fails=2, checkpoint_interval=1)
-    for done in (1, 2, 3):
-        after(run, checkpoints, done)
-    assert [done for done, *_ in written.saved] == [1, 2, 3]
-    assert capsys.readouterr().out.count("WARNING: the disk is full. Training continues") == 2
-    checkpoints, written = saving(fails=2, checkpoint_interval=1)
-    after(run, checkpoints, 3)
-    assert [done for done, *_ in written.saved] == [3, 3, 3]
-    assert capsys.readouterr().out.count("Retrying.") == 2
-    checkpoints, written = saving(fails=3, checkpoint_interval=1)
-    with pytest.raises(OSError, match=r"the disk is full\. 3 checkpoints in a row were not saved"):
-        after(run, checkpoints, 3)
-
-
 @pytest.mark.parametrize(
     ("known", "fails", "saved", "best"),
     [

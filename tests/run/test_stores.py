@@ -12,16 +12,9 @@ import pytest
 
 from shardwright.data.untrusted import Damaged
 from shardwright.program.checkpoint import OWNER, Checkpointer, find_checkpoint
-from tests.support.s3_server import Huge, S3Server
+from tests.support.s3_server import server
 
-
-@pytest.fixture
-def server(monkeypatch):
-    with S3Server() as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        yield server
+__all__ = ["server"]
 
 
 @pytest.fixture(params=["s3", "file"])
@@ -96,6 +89,18 @@ def test_the_run_that_started_last_saves(place):
     first.save(4, state(), {})
     first.wait()
     assert first.steps() == [1, 2, 4]
+
+
+class Huge:
+    """The content of an object of one TiB, of which a server sends small parts alone."""
+
+    def __len__(self) -> int:
+        return 2**40
+
+    def __getitem__(self, part: slice) -> bytes:
+        size = len(range(*part.indices(len(self))))
+        assert size <= 2**20, "a whole object is asked for"
+        return bytes(size)
 
 
 @pytest.mark.parametrize("name", ["zarr.json", "a/x/c/0"])

@@ -12,8 +12,8 @@ import pytest
 import train
 from shardlib.shardtypes import f32, i32, u32
 from shardwright.sampling.sampler import Sampler, Sampling, choose, lowest_kept
+from tests.sampling.redrawn import kept_by_numpy
 from tests.support import tiny
-from tests.support.redrawn import kept_by_numpy
 from tests.support.transformers_models import exported
 
 NUCLEUS = Sampling(max_tokens=20, temperature=0.9, top_k=20, top_p=0.9, seed=5)

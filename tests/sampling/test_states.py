@@ -16,9 +16,9 @@ from shardwright.program.step import trace_step
 from shardwright.sampling import cache
 from shardwright.sampling import sampler as sampler_module
 from shardwright.sampling.sampler import Sampler, Sampling
+from tests.sampling.redrawn import redrawn
 from tests.support import rule_models, tiny
 from tests.support.own_model import MINE, SIZES, imported, with_state
-from tests.support.redrawn import redrawn
 from tests.support.token_shift import shifted
 
 pytestmark = pytest.mark.usefixtures("not_remembered")

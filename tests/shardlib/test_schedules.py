@@ -23,11 +23,9 @@ from shardlib.schedules import (
     check_schedule,
     forwards,
     gpipe,
-    in_a_ring,
     interleaved_1f1b,
     needs,
     one_f_one_b,
-    schedule_of,
     zb_h1,
     zb_v,
 )
@@ -298,31 +296,6 @@ def message_of(program: str) -> str:
 @pytest.mark.parametrize("name", golden.read(REFUSED))
 def test_what_is_no_schedule(name):
     golden.check(REFUSED, name, message_of)
-
-
-# ---- schedules by name ---------------------------------------------------------------------------
-
-
-def one_after_the_other(p, m, v):
-    orders = []
-    for stages in in_a_ring(p, v):
-
-        def of_microbatch(k, own=stages):
-            return [(F, s, k) for s in own] + [[B, s, k] for s in own[::-1]]
-
-        orders.append([task for k in range(m) for task in of_microbatch(k)])
-    return orders
-
-
-def forgets(p, m, v):
-    return [order[:-1] for order in one_after_the_other(p, m, v)]
-
-
-def test_a_schedule_of_ones_own():
-    orders = schedule_of(f"{__name__}:one_after_the_other")(2, 2, 2)
-    assert short(orders)[1] == ["F1.0", "F3.0", "B3.0", "B1.0", "F1.1", "F3.1", "B3.1", "B1.1"]
-    with pytest.raises(ValueError, match="the backward_input of stage 0"):
-        schedule_of(f"{__name__}:forgets")(2, 1, 1)
 
 
 def test_no_jax():

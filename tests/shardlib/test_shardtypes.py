@@ -49,25 +49,6 @@ class Layer:
 # ---- types and scopes ----------------------------------------------------------------------------
 
 
-NAMES = {"bf16": "bfloat16", "bool_": "bool"} | {f"f{n}": f"float{n}" for n in (16, 32, 64)}
-NAMES |= {f"{kind[0]}{n}": f"{kind}{n}" for kind in ("int", "uint") for n in (8, 16, 32, 64)}
-
-
-def test_every_dtype_checks_its_own_name():
-    message = r"^\S+:\d+: fn, argument x: .*: dtype mismatch: "
-    for name, own in NAMES.items():
-        declared = getattr(shardtypes, name)
-
-        @typed
-        def fn(x: declared["B"]):
-            return x
-
-        for other in NAMES.values():
-            refused = pytest.raises(ShardError, match=message)
-            with contextlib.nullcontext() if other == own else refused:
-                fn(np.zeros(2, jnp.dtype(other)))
-
-
 def test_scope_names_dtypes_inwards():
     act = dtype_name("act")
 

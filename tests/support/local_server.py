@@ -22,8 +22,8 @@ class LocalServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, handler: type[BaseHTTPRequestHandler], port: int = 0):
-        super().__init__(("127.0.0.1", port), handler)
+    def __init__(self, handler: type[BaseHTTPRequestHandler]):
+        super().__init__(("127.0.0.1", 0), handler)
         self.requests: list[tuple[str, str]] = []
 
     @property

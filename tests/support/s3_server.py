@@ -1,13 +1,11 @@
-"""A server of `s3://` for tests: objects in memory, and requests as tensorstore makes them.
-
-As a program it prints its port: python -m tests.support.s3_server
-"""
+"""A server of `s3://` for tests: objects in memory, and requests as tensorstore makes them."""
 
 import re
-import sys
 import threading
 import urllib.parse
 from xml.sax.saxutils import escape
+
+import pytest
 
 from tests.support.local_server import LocalServer, SilentHandler
 
@@ -25,22 +23,20 @@ class S3Server(LocalServer):
     # If the queue is full, a connection is tried again after a second.
     request_queue_size = 4096
 
-    def __init__(self, port: int = 0):
-        super().__init__(_Handler, port)
+    def __init__(self):
+        super().__init__(_Handler)
         self.objects: dict[str, bytes] = {}
         self.lock = threading.Lock()
 
 
-class Huge:
-    """The content of an object of one TiB, of which a server sends small parts alone."""
-
-    def __len__(self) -> int:
-        return 2**40
-
-    def __getitem__(self, part: slice) -> bytes:
-        size = len(range(*part.indices(len(self))))
-        assert size <= 2**20, "a whole object is asked for"
-        return bytes(size)
+@pytest.fixture
+def server(monkeypatch):
+    """A server of the objects of s3:// URLs."""
+    with S3Server() as found:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", found.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        yield found
 
 
 class _Handler(SilentHandler):
@@ -71,17 +67,12 @@ class _Handler(SilentHandler):
                 return self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
             found = objects[path]
             if asked := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "")):
-                start, end = int(asked[1] or 0), min(int(asked[2] or len(found)) + 1, len(found))
-                start, end = (
-                    (start, end) if asked[1] else (max(0, len(found) - int(asked[2])), len(found))
-                )
+                start = int(asked[1]) if asked[1] else max(0, len(found) - int(asked[2]))
+                end = min(int(asked[2]) + 1, len(found)) if asked[1] and asked[2] else len(found)
                 if start >= len(found):
                     return self.answer(416, b"<Error><Code>InvalidRange</Code></Error>")
-                return self.answer(
-                    206,
-                    found[start:end],
-                    **{"Content-Range": f"bytes {start}-{end - 1}/{len(found)}"},
-                )
+                where = {"Content-Range": f"bytes {start}-{end - 1}/{len(found)}"}
+                return self.answer(206, found[start:end], **where)
             return self.answer(200, found[:])
 
     def list(self, path: str, query: dict[str, str]) -> None:
@@ -92,19 +83,11 @@ class _Handler(SilentHandler):
         def key(name):
             return f"<Contents><Key>{escape(name[len(path) :])}</Key><Size>1</Size></Contents>"
 
-        token = (
-            f"<NextContinuationToken>{escape(page[-1][len(path) :])}</NextContinuationToken>"
-            if more
-            else ""
-        )
-        body = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}" + "".join(map(key, page))
+        body = f"<IsTruncated>{str(more).lower()}</IsTruncated>" + "".join(map(key, page))
+        if more:
+            last = escape(page[-1][len(path) :])
+            body += f"<NextContinuationToken>{last}</NextContinuationToken>"
         text = f'<?xml version="1.0"?><ListBucketResult>{body}<KeyCount>{len(page)}</KeyCount></ListBucketResult>'
         self.answer(200, text.encode(), **{"Content-Type": "application/xml"})
 
     do_GET = do_PUT = do_HEAD = do_DELETE = handle_any
-
-
-if __name__ == "__main__":
-    server = S3Server(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
-    print(server.server_port, flush=True)
-    server.serve_forever()

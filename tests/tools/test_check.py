@@ -131,26 +131,3 @@ def test_a_line_that_moves_keeps_its_costs_and_one_that_leaves_is_marked():
     left = result({1: "x = 1", 4: "z = w"}, {"a.py:4 w_gate": 2.0})
     expected = {"before": 3.0, "now": 2.0, "line": "a.py:2 (before)", "of_line": -1.0}
     assert tool.difference(left, before)["seconds"] == expected
-
-
-def test_settings_that_the_other_source_lacks_are_left_out_there_and_named(monkeypatch):
-    """Another process says so, and is started again without them."""
-    words = ["model.scale=2.0", "model.depth=3", "training.steps=4"]
-    monkeypatch.setattr(sys, "argv", ["check", *words])
-    now = result({1: "x"}, {})
-
-    def start(new=()):
-        left = [word for word in words[:2] if word not in new]
-        text = f"Error: there is no setting {left[0].partition('=')[0]}. x" if left else ""
-        said = text or json.dumps(now)
-        command = [sys.executable, "-c", f"print({said!r})"]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    found = tool.compared(now, start(), ("/here", "/there"), start)
-    assert found["difference"]["new_settings"] == words[:2]
-    assert found["difference"]["same_program"]
-    text = tool.as_text(
-        {"checks": [], "text": "", "costs": {"bytes": 1, "memory_bytes": 2, "fits": True}}
-        | {"parameters": 1, "against": "HEAD", **found}
-    )
-    assert "without model.scale=2.0 model.depth=3, unknown there" in text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.run.launch import composed
-from shardwright.tools.ladder.compare import CompareConfig, best_rate, compare, sizes_at
+from shardwright.tools.ladder.compare import best_rate, sizes_at
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,19 +22,6 @@ def test_sizes_grow_with_the_width():
     for name, why in (("n_kv", "is 3, which cannot grow"), ("d_fff", "is None, which cannot")):
         with pytest.raises(ValueError, match=f"model.{name} {why}"):
             [*sizes_at(c, 48, [name])]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"idea": []}, "as the baseline"),
-        ({"idea": ["model.qk_norm=true"], "seeds": [1]}, "give two seeds or more"),
-        ({"idea": ["model.qk_norm=true"], "widths": [100]}, "is 3, which cannot grow"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_before_a_run(settings, message):
-    with pytest.raises(ValueError, match=message):
-        compare(composed("track"), CompareConfig(**settings))
 
 
 def test_the_best_rate_is_that_of_the_lowest_finite_loss(tmp_path, capsys):

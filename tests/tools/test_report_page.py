@@ -204,33 +204,6 @@ def test_the_report_needs_no_jax():
 # ---- what is damaged, or a stranger's ------------------------------------------------------------
 
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "source/0000000100/provenance.json", "config.yaml")
-ODD = b'[1]\n{"step": []}\n{"step": 1e400}\n{"step": 3, "event": {}}\n"x"\n' + b"[" * 10**5
-DAMAGES = {
-    "missing": lambda path: None,
-    "binary": lambda path: path.write_bytes(bytes(range(256)) * 99),
-    "json": lambda path: path.write_bytes(ODD + b"\n"),
-    "directory": Path.mkdir,
-    "pipe": os.mkfifo,
-    "link to nothing": lambda path: path.symlink_to("nothing"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_leave_the_rest_of_the_page(tmp_path, damage):
-    for name in LOGS:
-        run = write_run(tmp_path / name / "run")
-        (run / name).unlink()
-        DAMAGES[damage](run / name)
-        page = Reader(write_page(run))
-        ids = {attributes.get("id") for _, attributes in page.elements}
-        assert {"settings", "provenance"} <= ids
-        if name == "config.yaml":
-            assert "config.yaml is missing or cannot be read" in page.text
-        elif name == "metrics.jsonl":
-            assert name in page.text.partition("Settings")[0], "the head says what is missing"
-
-
 EVIL = "\x1b]0;owned\x07\u202e</script><img src=x onerror=alert(1)>{{7*7}}\"'&<b>"
 SHOWN = "\ufffd]0;owned\ufffd\ufffd</script><img src=x onerror=alert(1)>{{7*7}}\"'&<b>"
 

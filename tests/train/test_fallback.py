@@ -19,9 +19,9 @@ from shardwright.program.saved_config import check_resumes
 from tests.support import exact_step, tiny
 from tests.support.exact_step import exact
 from tests.support.losses_of_runs import losses
-from tests.support.s3_server import S3Server
+from tests.support.s3_server import server
 
-__all__ = ["exact"]
+__all__ = ["exact", "server"]
 
 DATA = Path(__file__).parents[2] / "synthetic_dataset.zarr"
 
@@ -117,13 +117,9 @@ def test_a_run_tells_what_is_damaged_and_what_it_sets_aside(tmp_path, capsys, ex
 
 
 @pytest.mark.long
-def test_checkpoints_at_a_url(tmp_path, monkeypatch, exact):
+def test_checkpoints_at_a_url(tmp_path, monkeypatch, exact, server):
     """The run's other files stay in its directory; another run begins with the weights there."""
     monkeypatch.setattr(resume, "read_weights", lambda path, like, *_: (like, {}))
-    server = S3Server().__enter__()
-    settings = {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}
-    for name, value in settings.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
     url = "s3://bucket/runs"
     directory = run(tmp_path / "run", 4, url)
     run(directory, 6, url)

@@ -14,7 +14,7 @@ import zarr
 
 import train
 from shardwright.data import flat_tokens
-from shardwright.data.loader import DataConfig, SourceConfig, make_loader
+from shardwright.data.loader import DataConfig, make_loader
 from shardwright.modeling.model import load_model
 from tests.support import tiny
 from tests.support.losses_of_runs import losses as losses_of
@@ -144,20 +144,6 @@ def test_rows_have_the_values_of_their_tokens(dataset, names, packing, shuffled)
         np.testing.assert_array_equal(rows.inputs, expected)
         assert rows.inputs.dtype == np.uint32
         assert packing or not rows.loss_mask.all()
-
-
-@pytest.mark.quick
-def test_rows_of_a_mixture(dataset, tmp_path):
-    other = write(tmp_path / "other", seed=1, documents=900)
-    sources = {"a": SourceConfig(dataset[0]), "b": SourceConfig(other[0], weight=2)}
-    loader = make_loader(DataConfig(mixture=sources), "train", 32, SEQ_LEN, inputs=("kind",))
-    known = {}
-    for _, tokens, given in (dataset, other):
-        for i in range(0, tokens.size - SEQ_LEN + 1, SEQ_LEN):
-            known[tuple(tokens[i : i + SEQ_LEN])] = given[i : i + SEQ_LEN, 0]
-    rows = loader.sequences(5, np.arange(32))
-    for row, found in zip(rows.targets, rows.inputs, strict=True):
-        np.testing.assert_array_equal(found[:, 0], known[tuple(row)])
 
 
 # ---- a run ---------------------------------------------------------------------------------------
