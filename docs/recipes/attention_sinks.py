@@ -1,7 +1,6 @@
 """The Llama of train.py with attention sinks (arXiv 2309.17453): model.module=attention_sinks.
 
-A learned score of each head belongs to no key, so that attention weights sum to less than 1. Each
-device of c uses a copy, `*c`, so its gradient is a partial sum.
+A learned score of each head belongs to no key, so that attention weights sum to less than 1.
 """
 
 from typing import cast
@@ -38,8 +37,7 @@ class Model(Llama):
     def attend(
         self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attention: Attention
     ) -> act["B/b L/c/t M"]:
-        sinks = shardops.all_gather("K/t Q/fsdp -> K/t Q *fsdp", w.sinks)
-        sinks = shardops.broadcast("K/t Q *fsdp -> B/b K/t Q *c", sinks)
+        sinks = shardops.all_gather("K/t Q/fsdp -> K/t Q", w.sinks)
 
         def with_sinks(*qkv_mask):
             return attention(*qkv_mask, sinks=sinks)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 
 from shardlib.parsing import ShardError
 from shardlib.places import place_of
@@ -84,8 +85,7 @@ class Attention:
                 D_v'].
             mask: the attention mask.
             *learned: the weights of mask.score_mod, if it has any.
-            sinks: scores of keys without values, f32['B/b K/t Q *c']: copies on each device of c,
-                like `learned`.
+            sinks: scores of keys without values, a gathered weight f32['K/t Q'].
             drop: dropout of attention weights.
             keep: the field of the model's State for the keys and values. Each call in a layer needs
                 its own.
@@ -100,7 +100,7 @@ class Attention:
             mask = mask.without(same_document)  # each sequence is one document
         strategy = context.strategy(self.settings, q, learned, bool(drop))
         positions = self.tokens.mask_positions
-        of_pairs = Mask(mask, positions, positions, learned, sinks, drop)
+        of_pairs = Mask(mask, positions, positions, learned, of_sequences(sinks, q), drop)
         if strategy is None:
             return self.on_device(q, k, v, of_pairs)
         return strategy(self.on_device, q, k, v, of_pairs)
@@ -180,3 +180,9 @@ class Attention:
     def updated_cache(self) -> Any:
         """The cache of the layer after its call."""
         return self.cache
+
+
+def of_sequences(sinks: Any, q: jax.Array) -> Any:
+    """Sinks [K, Q] for each sequence of the queries, [B, K, Q]; None or such sinks as they are."""
+    whole = sinks is None or sinks.ndim == 3
+    return sinks if whole else jnp.broadcast_to(sinks, (q.shape[0], *sinks.shape))

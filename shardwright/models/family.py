@@ -342,9 +342,8 @@ class Model:
         k = turned(keys, heads(keys, w.w_k, w.b_k), w.k_norm, w.k_norm_all)
         v = save_for_backward(heads(keys, w.w_v, w.b_v))
         sinks = w.sinks
-        if sinks is not None:  # each device of c uses a copy for its own queries
-            sinks = shardops.all_gather("K/t Q/fsdp -> K/t Q *fsdp", sinks)
-            sinks = shardops.broadcast("K/t Q *fsdp -> B/b K/t Q *c", sinks)
+        if sinks is not None:
+            sinks = shardops.all_gather("K/t Q/fsdp -> K/t Q", sinks)
         attended = save_for_backward(
             attention(q, k, v, self.mask_at(tokens.index_in_period), sinks=sinks)
         )

@@ -32,7 +32,7 @@ from shardlib.shardtypes import (
     typed_shard_map,
     u32,
 )
-from shardwright.modeling.attention import Attention
+from shardwright.modeling.attention import Attention, of_sequences
 from shardwright.modeling.forward import Forward
 from shardwright.modeling.masks import AttentionMask, Positions, global_head_ids, softmax
 from shardwright.modeling.model import Tokens, act, compute_scope, period_of
@@ -214,7 +214,9 @@ class NextToken(Sampled):
             past_k, past_v = expand(jax.tree.map(as_gathered, past, kept))
         k, v = expand(kept)
         place = self.tokens.positions
-        return cached_attention(q, k, v, past_k[None], past_v[None], place, mask, learned, sinks)
+        past = past_k[None], past_v[None]
+        sinks = of_sequences(sinks, q)
+        return cached_attention(q, k, v, *past, place, mask, learned, sinks)
 
     def recur(self, name, whole, step, *inputs):
         """As Attention, by one step."""

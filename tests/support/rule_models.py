@@ -54,17 +54,11 @@ class Sinks(train.Llama):
         super().__init__(c, sinks={"std": 1.0})
 
     def layer(self, x, w, tokens, attention):
-        def with_sinks(q: train.act["B/b L/c K/t Q D"], k, v, rule):
-            sinks = shardops.all_gather("K/t Q/fsdp -> K/t Q *fsdp", w.sinks)
-            return attention(q, k, v, rule, sinks=repeated(q, sinks))
+        def with_sinks(q, k, v, rule):
+            sinks = shardops.all_gather("K/t Q/fsdp -> K/t Q", w.sinks)
+            return attention(q, k, v, rule, sinks=sinks)
 
         return super().layer(x, w, tokens, with_sinks)
-
-
-@train.typed
-def repeated(q: train.act["B/b L/c K/t Q D"], sinks: f32["K/t Q *fsdp"]) -> f32["B/b K/t Q *c"]:
-    """The sinks for each sequence of the queries."""
-    return shardops.broadcast("K/t Q *fsdp -> B/b K/t Q *c", sinks)
 
 
 EACH_WAY = AttentionMask((*MASKS, Window(WINDOW))), AttentionMask(scale=0.3)
