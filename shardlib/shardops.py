@@ -65,7 +65,7 @@ from shardlib.op_checks import (
     wrong_spec,
 )
 from shardlib.opaque import AtRest, is_opaque, unwrap
-from shardlib.parsing import Dim, MayBeRight, ShapeSpec, ShardError, parse_shape, sort_axes
+from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes
 from shardlib.planned import choose_by_size, planned_devices
 from shardlib.products import einsum_with_gradients, pick, take
 from shardlib.rearranging import rearrange
@@ -440,9 +440,9 @@ def shard(spec, x):
     """Keeps this device's block of a dim that every device has whole.
 
     - sends: nothing
-    - gradient: none
-    - rejects: a partial sum; differentiating it, because the gradient of what it cuts off would be
-      lost or counted twice
+    - gradient: an all-reduce, as each device has that of its own block; psum_scatter and all_to_all
+      send less
+    - rejects: a partial sum
 
     >>> @typed_shard_map
     ... def own_ids(ids: i32["B/d L"]) -> i32["B/d L/t"]:
@@ -459,15 +459,8 @@ def shard(spec, x):
         removed, added = axes_moved(op)
         if any(removed) or not any(added) or lhs.partial or rhs.partial:
             raise wrong_spec(op, "add axes at the end of dims: `B L -> B L/c`")
-        if jnp.issubdtype(value.dtype, jnp.inexact):
-            error = MayBeRight(
-                f"operand 1 is {describe(x)}: the gradient of what shard cuts off would be lost "
-                "or counted twice",
-                "produce it with psum_scatter, or gather less of what it is computed from",
-            )
-            value = refuse_gradient(value, error)
         check_result_divisible(rhs, sizes)
-        value = cast(1, lhs, value, (), rhs.sharded)
+        value = varying(value, rhs.sharded)
     for i, axes in enumerate(added):
         if axes:
             block = value.shape[i] // devices_along(axes)
