@@ -341,7 +341,8 @@ def possible(op: Operation, ins: Sequence[Interval]) -> list[set[Any]]:
     if name in COMPARED:
         is_random = name in _OF_BITS and any(x.of_data for x in ins)
         of_data = is_float(op.eqn.invars[-1].aval.dtype) and any(x.of_data for x in ins)
-        if is_random or (of_data and op.eqn.outvars[0].aval.size > 1):  # data has all
+        one = op.eqn.outvars[0].aval.size == 1 and name != "exp"  # a mask has several
+        if is_random or (of_data and not one):  # data has all
             return []
         pairs = pairs_of(op, ins, _abs, exactly)
         return [outcomes(name, x.low < y.high, _meet(x, y), x.high > y.low) for x, y in pairs]

@@ -277,7 +277,9 @@ def _dims(real: Step, small: Step) -> dict[str, tuple[int, int]]:
     models = real.config.model, small.config.model
     trainings = real.config.training, small.config.training
     names = {field.name for field in dataclasses.fields(models[0])}
-    names |= {*getattr(models[0], "dims", {}).values(), "heads"}
+    sized = getattr(models[0], "dims", {})
+    names |= {*sized.values(), "heads"}
+    again = [(dim, name) for dim, name in sized.items() if [*sized.values()].count(name) > 1]
     for parts, of in (
         (models, names),
         (trainings, ("batch_size", "seq_len", "loss_chunk", "microbatches")),
@@ -300,6 +302,10 @@ def _dims(real: Step, small: Step) -> dict[str, tuple[int, int]]:
     pairs["rows"] = a, b
     a, b = (step.config.training.seq_len // _block(step) for step in steps)
     pairs["blocks"] = a, b
+    a, b = (t.seq_len // (t.loss_chunk or t.seq_len) for t in trainings)
+    pairs["chunks"] = a, b
+    # a setting may be the size of several dims, as of a square matrix
+    pairs |= {dim: pairs[name] for dim, name in again if name in pairs}
     return {name: (a, b) for name, (a, b) in pairs.items() if a > 0 and b > 0}
 
 
