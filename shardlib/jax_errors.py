@@ -44,8 +44,8 @@ _REMEDIES = {
     "reduced on": _PLAIN,
     "are reduced": _PLAIN,
     "manual ax": (
-        "reduce or gather what differs (psum, all_gather); for a constant that is to differ: "
-        "jax.lax.pcast(x, axes, to='varying')"
+        "reduce or gather what differs (psum, all_gather); make a constant that is to differ, "
+        "such as the first state of a scan, of what differs: jnp.zeros_like(x[0])"
     ),
     "Differentiation rule for 'pm": WITHOUT_MAXIMUM,
     "dtypes do not match": "cast one of them with .astype",
@@ -108,6 +108,13 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
     differing = _Differing(axes)
     if axes and not any(interpret(ClosedJaxpr(jaxpr, jaxpr.constvars), differing, [])):
         error.problem = error.problem.replace("the value differs", "for JAX the value differs")
+        if axes <= current_scope().of_weights:
+            error.remedy = (
+                "a weight gathered over them made it differ for JAX: multiply by it where they shard "
+                "a dim of the activations, as in `L/c/t` (all_to_all moves an axis to another dim), "
+                f"and gather the result; {MAY_BE_RIGHT}"
+            )
+            return
         error.remedy = "gather with shardops.all_gather: JAX does not know that jax.lax.all_gather "
         error.remedy += f"returns the same on every device; {MAY_BE_RIGHT}"
         return
