@@ -36,6 +36,14 @@ _PLAIN = (
     "replicated=True); or pass the gathered array to einsum_unreduced, index_unreduced or "
     "broadcast, which know that its gradient is a partial sum"
 )
+_OF_JAX = (
+    "gather with shardops.all_gather: JAX does not know that jax.lax.all_gather returns the same "
+    "on every device"
+)
+_OF_WEIGHTS = (
+    "a weight that was gathered over them varies for JAX: use it where they shard a dim of the "
+    "activations, such as `L/c/t` (all_to_all moves an axis to another dim), then gather the result"
+)
 _REMEDIES = {
     "unreduced": (
         "reduce the partial sum first, with psum_scatter or psum; linear operations work on the "
@@ -108,15 +116,8 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
     differing = _Differing(axes)
     if axes and not any(interpret(ClosedJaxpr(jaxpr, jaxpr.constvars), differing, [])):
         error.problem = error.problem.replace("the value differs", "for JAX the value differs")
-        if axes <= current_scope().of_weights:
-            error.remedy = (
-                "a weight gathered over them made it differ for JAX: multiply by it where they shard "
-                "a dim of the activations, as in `L/c/t` (all_to_all moves an axis to another dim), "
-                f"and gather the result; {MAY_BE_RIGHT}"
-            )
-            return
-        error.remedy = "gather with shardops.all_gather: JAX does not know that jax.lax.all_gather "
-        error.remedy += f"returns the same on every device; {MAY_BE_RIGHT}"
+        of_weights = axes <= current_scope().of_weights
+        error.remedy = f"{_OF_WEIGHTS if of_weights else _OF_JAX}; {MAY_BE_RIGHT}"
         return
 
     def reads(eqn: Any, is_used: bool) -> list | None:
