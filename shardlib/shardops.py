@@ -245,8 +245,11 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
     if isinstance(x, AtRest):
         with checked_collective("all_gather", spec, x, copies=True) as (op, lhs, rhs, _, _):
             block = unwrap(x)
-            if not rhs.sharded.isdisjoint(copy_axes(block)):
-                raise wrong_spec(op, "the weight is gathered ahead: leave out all axes that it was")
+            if kept := sort_axes(rhs.sharded & {*copy_axes(block)}):
+                raise ShardError(
+                    f"the weight is gathered ahead over {', '.join(kept)}, which `{rhs}` keeps",
+                    f"leave it out here; or declare the weight with it, as in `M/{kept[0]}`",
+                )
         weight = replicate("... -> ... *r", block.astype(x.reduced_dtype))
         dtype = dtype or x.used_dtype
         if lhs == rhs:  # a scalar
