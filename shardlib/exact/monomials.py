@@ -13,8 +13,6 @@ MAX_DIMS = 4
 """A product has at most so many dims."""
 
 
-OFFSETS = (0, 1, -1, -2, -3)
-"""How much a number may lack, or have more, as where positions are padded for four taps."""
 DIVISORS = (2, 4, 8)
 """A model may divide a size by one of these, as for blocks of positions."""
 
@@ -43,15 +41,15 @@ class Monomials:
     def explain(self, numbers: Numbers) -> bool:
         """Returns True if one monomial gives the number in each trace.
 
-        It is a product of dims, times or over a product of axes, or that less one of OFFSETS, or a
-        part of one by DIVISORS, or half of one, rounded down. A number that is the same in all
+        It is a product of dims, times or over a product of axes, or one more or less than that, or
+        a part of one by DIVISORS, or half of one, rounded down. A number that is the same in all
         traces is a constant.
         """
         if len(set(numbers)) == 1:
             return True
         if numbers not in self.seen:
             positive = tuple(-n for n in numbers) if max(numbers) < 0 else numbers
-            near = [tuple(n + more for n in positive) for more in OFFSETS]
+            near = [tuple(n + more for n in positive) for more in (0, 1, -1)]
             multiples = [tuple(n * whole for n in positive) for whole in DIVISORS]
             odd = itertools.product((0, 1), repeat=len(positive))
             halves = [
