@@ -170,3 +170,7 @@ def test_a_polynomial_in_the_index_of_a_device_needs_more_devices_than_its_degre
     machine.run(small, [machine.whole(np.ones(6, np.float32))])
     texts = coverage.undecided(*traced_on(8, program), small)
     assert any("a polynomial of so many degrees" in text for text in texts) != is_decided
+
+
+def test_exp_of_one_number_is_no_mask():
+    assert undecided(jnp.exp, np.float32(1)) == []

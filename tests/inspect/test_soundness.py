@@ -54,6 +54,14 @@ class FewDevices(Plain):
         return super().layer(x * min(n, 3) / n, *rest)
 
 
+class Square(train.Llama):
+    """Flattens a matrix that has the width twice."""
+
+    def layer(self, x, *rest):
+        ones = jnp.ones((x.shape[-1],) * 2, x.dtype)
+        return super().layer(x * ones.reshape(-1)[0], *rest)
+
+
 FAR = {
     "bits": lambda p: (p | 127) - 127,
     "a table": lambda p: jnp.asarray([0.0] * 128 + [1.0] * 4000)[p],
@@ -103,6 +111,14 @@ def test_a_line_that_rounds_to_fewer_bits_on_the_mesh_is_wrong():
     assert re.match(
         where + "computes bfloat16( and float32)? on the mesh, float32 on one device", str(first)
     )
+
+
+def test_few_chunks_and_square_matrices_are_decided(monkeypatch):
+    dims = train.ModelConfig.dims
+    monkeypatch.setattr(train.ModelConfig, "dims", dims | {"O": "d_model"})
+    verdict = verdict_on(Square, loss_chunk=4)
+    assert verdict.found == []
+    assert verdict.undecided == []
 
 
 @pytest.mark.long
