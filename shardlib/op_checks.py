@@ -23,7 +23,7 @@ from shardlib.parsing import (
     parse_shape,
     sort_axes,
 )
-from shardlib.scopes import Sizes, current_scope
+from shardlib.scopes import Sizes, bound, current_scope
 
 # ---- specs and operands --------------------------------------------------------------------------
 
@@ -53,17 +53,19 @@ def checked_operands(
 
 @contextlib.contextmanager
 def checked_collective(
-    name: str, spec: str, x: object, *, copies: bool = False
+    name: str, spec: str, x: object, *, copies: bool = False, cuts: bool = False
 ) -> Iterator[tuple[OpSpec, ShapeSpec, ShapeSpec, jax.Array, Sizes]]:
     """`checked_op` for a collective with one operand.
 
     Yields the OpSpec, its two sides, the array in `x`, the sizes. `copies`: the spec may have *
-    marks, and the operand may be a Copy, even one that was gathered ahead.
+    marks, and the operand may be a Copy, even one that was gathered ahead. `cuts`: the operand may
+    vary over the axes of the result, as what gathered weights are multiplied by does.
     """
     with checked_op(name, spec, x) as sizes:
         op = parse(spec, 1, *["*"] * copies)
         require_shard_map()
-        value = check_operand(1, op.lhs[0], x, sizes, gathered_ahead=copies)
+        with bound(apart=current_scope().apart | (op.rhs.sharded if cuts else set())):
+            value = check_operand(1, op.lhs[0], x, sizes, gathered_ahead=copies)
         if isinstance(x, Copy) and not copies:
             raise ShardError(f"operand 1 is a copy over {', '.join(x.axes)}", x.remedy())
         yield op, op.lhs[0], op.rhs, value, sizes

@@ -456,7 +456,7 @@ def shard(spec, x):
     (2, 6) -> (2, 3)
     (4, 6)
     """
-    with checked_collective("shard", spec, x) as (op, lhs, rhs, value, sizes):
+    with checked_collective("shard", spec, x, cuts=True) as (op, lhs, rhs, value, sizes):
         if does_nothing(spec, op):
             return x
         removed, added = axes_moved(op)
