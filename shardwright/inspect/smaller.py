@@ -164,8 +164,8 @@ def _of_training(
         blocks = 1
     per_device = _count(axes, "t") * (1 + ring) * in_chunks * blocks
     if (t.loss_chunk or t.seq_len) > _count(mesh, "ct"):
-        slots = getattr(step.config.model, "slots", lambda length: None)(t.seq_len)
-        least = max(least, 3 * LEAST_ROWS // 2) if slots else least  # fewer slots than positions
+        # fewer slots than positions
+        least = max(least, 3 * LEAST_ROWS // 2) if _slots(step) else least
         per_device *= max(2, -(-least // (per_device * _count(axes, "c"))))
         per_device = math.lcm(per_device, math.gcd(local, UNIT))
     edits["training.seq_len"] = length = per_device * _count(axes, "c")
@@ -225,6 +225,12 @@ def _specs(step: Step) -> list[str]:
     table = step.model.table
     with tracing(step.mesh):
         return [str(array.spec) for _, array, _ in arrays_in(type(table), table)]
+
+
+def _slots(step: Step) -> int | None:
+    """Returns the slots of a mixture of experts for a sequence."""
+    slots = getattr(step.config.model, "slots", None)
+    return slots(step.config.training.seq_len) if callable(slots) else None
 
 
 def _block(step: Step) -> int:
@@ -291,12 +297,10 @@ def _dims(real: Step, small: Step) -> dict[str, tuple[int, int]]:
     if "d_head" in pairs:
         a, b = pairs["d_head"]
         pairs["half a head"] = a // 2, b // 2
-    slots = getattr(models[0], "slots", None)
-    if slots:
-        a, b = (model.slots(t.seq_len) for model, t in zip(models, trainings, strict=True))
-        if a and b:
-            pairs["slots"] = a, b
     steps = real, small
+    a, b = map(_slots, steps)
+    if a and b:
+        pairs["slots"] = a, b
     pairs["block"] = _block(real), _block(small)
     a, b = (step.config.training.batch_size // step.config.training.microbatches for step in steps)
     pairs["rows"] = a, b
