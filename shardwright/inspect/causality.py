@@ -29,7 +29,7 @@ from shardlib.findings import Finding, raise_for
 from shardlib.interpret import Operation
 from shardlib.tracing import on_one_device, tracing
 from shardwright.axes import OPTIONAL
-from shardwright.inspect.smaller import draw, make_small
+from shardwright.inspect.smaller import draw, make_small, slots_of
 from shardwright.inspect.soundness import traced
 from shardwright.modeling.attention_calls import mask_of, sees_later
 from shardwright.modeling.masks import AttentionMask
@@ -317,12 +317,7 @@ class _Program:
             i = self._at.pop("is_seq_start")
             self._args[i] = np.broadcast_to(np.arange(step.size[1]) == 0, self._args[i].shape)
         self.has_logits = False
-        slots = getattr(step.config.model, "slots", None)
-        self.drops = (
-            step.name == "training"
-            and slots is not None
-            and bool(slots(step.config.training.seq_len))
-        )
+        self.drops = step.name == "training" and bool(slots_of(step))
         """True if experts drop tokens, by what earlier documents of the sequence need."""
 
     def pairs(self) -> list[Pair]:

@@ -165,7 +165,7 @@ def _of_training(
     per_device = _count(axes, "t") * (1 + ring) * in_chunks * blocks
     if (t.loss_chunk or t.seq_len) > _count(mesh, "ct"):
         # fewer slots than positions
-        least = max(least, 3 * LEAST_ROWS // 2) if _slots(step) else least
+        least = max(least, 3 * LEAST_ROWS // 2) if slots_of(step) else least
         per_device *= max(2, -(-least // (per_device * _count(axes, "c"))))
         per_device = math.lcm(per_device, math.gcd(local, UNIT))
     edits["training.seq_len"] = length = per_device * _count(axes, "c")
@@ -227,7 +227,7 @@ def _specs(step: Step) -> list[str]:
         return [str(array.spec) for _, array, _ in arrays_in(type(table), table)]
 
 
-def _slots(step: Step) -> int | None:
+def slots_of(step: Step) -> int | None:
     """Returns the slots of a mixture of experts for a sequence."""
     slots = getattr(step.config.model, "slots", None)
     return slots(step.config.training.seq_len) if callable(slots) else None
@@ -298,7 +298,7 @@ def _dims(real: Step, small: Step) -> dict[str, tuple[int, int]]:
         a, b = pairs["d_head"]
         pairs["half a head"] = a // 2, b // 2
     steps = real, small
-    a, b = map(_slots, steps)
+    a, b = map(slots_of, steps)
     if a and b:
         pairs["slots"] = a, b
     pairs["block"] = _block(real), _block(small)
