@@ -1,4 +1,5 @@
-"""Checks that a model is causal, before a run, an evaluation and the first generated text.
+"""Checks that a model is causal, or does not read what it declares hidden, before a run, an
+evaluation and the first generated text.
 
 See docs/soundness.md.
 
@@ -11,6 +12,7 @@ on what differs, or these losses on logits of other positions.
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import math
 import re
@@ -27,17 +29,19 @@ from shardlib.exact.machine import Machine, Observer
 from shardlib.exact.values import Exact, equal, join, move
 from shardlib.findings import Finding, raise_for
 from shardlib.interpret import Operation
+from shardlib.places import place
 from shardlib.tracing import on_one_device, tracing
 from shardwright.axes import OPTIONAL
 from shardwright.inspect.smaller import draw, make_small, slots_of
 from shardwright.inspect.soundness import traced
 from shardwright.modeling.attention_calls import mask_of, sees_later
 from shardwright.modeling.masks import AttentionMask
-from shardwright.modeling.model import LOGITS
+from shardwright.modeling.model import HIDDEN, LOGITS
 from shardwright.program.processes import in_all_processes
 from shardwright.program.remembered import remembered
 from shardwright.program.step import Step
 
+RUN = "evaluation", "training"
 BATCHES, LOGITS_OF = "batches", "logits of"
 """Leading dims of all values beside those of devices. Batches are in pairs; a dim has one entry
 where all have the same. From the logits on there are two values for each batch: with its own
@@ -49,18 +53,29 @@ WINDOWS = 12
 """Number of positions of which it is tried what they see."""
 TRIED = 20
 """Number of equations that are tried as the origin of a dependency."""
+LATER = "a token in a later document"
 OWN = "the token that it predicts"
+HIDDEN_TOKEN = "a token that Model.hidden declares hidden"
+READ = "targets that are not hidden from the model"
 EARLIER = "a token in an earlier document"
 OTHERS = "another sequence of the batch"
 SINGLE = 16
 """Number of windows in which a leak is looked for, one by one."""
 PURPOSE = "If the model is not causal on purpose, say so: AttentionMask(causal=False)"
+NOT_CAUSAL = (
+    "the model's attention mask says causal=False, so a position may see the token that it "
+    "predicts, or another document; if the model predicts hidden tokens, declare them by its "
+    "method `hidden` (docs/models.md)"
+)
 REMEDIES = {
+    READ: "multiply the loss by the `counted` of its Targets, as head_loss in train.py does",
+    HIDDEN_TOKEN: "replace the ids of hidden tokens before any are embedded, hashed or counted, "
+    "and return from Model.hidden a weight of 0 for each target that is read",
     "later documents begin": "read tokens.positions and tokens.document of the position itself and "
     "of those before it, with no shift to the left, and no count or maximum over L",
     "targets count": "read tokens.counted of the position itself and of those before it",
-    f"{EARLIER}|earlier documents begin": "leave out what comes from another document: attend by "
-    "masks.same_document, set it to 0 by tokens.document or tokens.positions, or set "
+    f"{EARLIER}|{LATER}|earlier documents begin": "leave out what comes from another document: "
+    "attend by masks.same_document, set it to 0 by tokens.document or tokens.positions, or set "
     "training.document_mask=false",
     OTHERS: "keep sequences separate: take means, norms and choices over dims other than B",
     "is that of an earlier": "give the loss of each position its own target, batch.targets at that "
@@ -85,7 +100,7 @@ REMEDIES = {
 
 def check_causal(step: Step, context: int | None = None) -> str:
     """Raises if losses or logits depend on a later token of the document, or on another document or
-    sequence.
+    sequence; or, with causal=False, on a token that the model declares hidden.
 
     Args:
         step: a step of a run, or of its model.
@@ -98,17 +113,15 @@ def check_causal(step: Step, context: int | None = None) -> str:
         ShardError: names the line where what a position must not see comes in; or what the check
             cannot decide, unless training.accept_undecided accepts it.
     """
-    names = ("evaluation", "training") if context is None else ("logits",)
-    calls = [call for name in names for call in step.other(name=name).calls]
-    patterns = [*(call.pattern for call in calls), getattr(step.model, "mask", None)]
-    if not all(pattern.causal for pattern in patterns if isinstance(pattern, AttentionMask)):
-        return "the model's attention mask says causal=False"
+    names = RUN if context is None else ("logits",)
+    is_causal = says_causal(step, names)
+    if not is_causal and (context is not None or not hasattr(step.model, "hidden")):
+        return NOT_CAUSAL
 
     def check() -> dict[str, str]:
         try:
-            found = next(
-                filter(None, (find_leaks(small_program(step, name)) for name in names)), []
-            )
+            programs = (small_program(step, name) for name in names)
+            found = next(filter(None, (find_leaks(small, is_causal) for small in programs)), [])
             raise_for(found, wrong="wrong: a position depends on what it must not see")
         except Undecided as error:
             if step.config.training.accept_undecided:
@@ -132,7 +145,21 @@ def describe_causality(step: Step) -> str:
     """
     if why := check_causal(step):
         return f"causality  not known: {why}"
-    return "causality  no position sees a later token or another document"
+    return f"causality  {what_is_shown(step)}"
+
+
+def what_is_shown(step: Step) -> str:
+    """Says what check_causal shows of the model of a run."""
+    shown = ["a later token"] if says_causal(step) else []
+    shown += ["a hidden token"] if hasattr(step.model, "hidden") else []
+    return f"no position sees {' or '.join([*shown, 'another document'])}"
+
+
+def says_causal(step: Step, names: Sequence[str] = RUN) -> bool:
+    """Returns False if an attention mask of the model, in programs of a step, has causal=False."""
+    calls = [call for name in names for call in step.other(name=name).calls]
+    patterns = [*(call.pattern for call in calls), getattr(step.model, "mask", None)]
+    return all(pattern.causal for pattern in patterns if isinstance(pattern, AttentionMask))
 
 
 def small_program(step: Step, name: str) -> Step:
@@ -152,14 +179,16 @@ def small_program(step: Step, name: str) -> Step:
     return small.other(edits, name=name, mesh=on_one_device(small.mesh, OPTIONAL))
 
 
-def find_leaks(step: Step) -> list[Finding]:
+def find_leaks(step: Step, is_causal: bool = True) -> list[Finding]:
     """Finds what a program, at small sizes on one device, lets a position see that it must not; at
     most one line.
+
+    Without `is_causal`, a position may see later tokens of its document that are not hidden.
 
     Raises:
         Undecided: the program cannot be run exactly.
     """
-    program = _Program(step)
+    program = _Program(step, is_causal)
     pairs = program.pairs()
     first = pairs[0]
     last = dataclasses.replace(first, changed={OWN: first.changed[OWN]})
@@ -167,7 +196,7 @@ def find_leaks(step: Step) -> list[Finding]:
     if step.name != "logits" and not program.has_logits:
         remedy = "compute the loss by Forward.losses, as head_loss in train.py does"
         return [Finding(f"the {step.name} loss: it receives no logits\n  remedy: {remedy}")]
-    if of_last.ignores_targets:
+    if of_last.ignores_targets and is_causal:
         within = dataclasses.replace(first, changed={OWN: {"targets": first.first["loss_mask"]}})
         if not program.run([within])[0].ignores_targets:
             problem = (
@@ -176,8 +205,11 @@ def find_leaks(step: Step) -> list[Finding]:
             return [_finding(problem)]
     leaking = [pair for pair, losses in zip(pairs, ordinary, strict=True) if losses.differ]
     if not leaking:
+        of_read = [pair.of_read() for pair in pairs if pair.hidden is not None]
+        if of_read and program.leaking(of_read):
+            return [_finding(f"the {step.name} loss: it counts {READ}")]
         return []
-    for call in dict.fromkeys(step.calls):
+    for call in dict.fromkeys(step.calls) if is_causal else ():
         if sees_later(mask := mask_of(step.forward, call), call, step.size[1]):
             stack = f" of {call.stack}" * (call.stack != "layers")
             where = f"layer {call.place}{stack}" + ", in training," * step.forward.in_training
@@ -188,7 +220,7 @@ def find_leaks(step: Step) -> list[Finding]:
                 )
             ]
     single = [
-        make_pair(pair.first, [window], program.drops)
+        program.pair(pair.first, [window], pair.hidden)
         for pair in leaking
         for window in pair.windows
     ]
@@ -206,6 +238,8 @@ def find_leaks(step: Step) -> list[Finding]:
 
 Batch = dict[str, np.ndarray]
 """The arrays of a TokenBatch, by field."""
+TOKENS = "targets", "inputs"
+"""Fields with values of each token."""
 
 
 class Window(NamedTuple):
@@ -228,11 +262,19 @@ class Pair:
         first: a batch, in which the targets in the windows count.
         changed: where the other one differs, by field, for each kind of what the positions must not
             see.
+        hidden: the targets that Model.hidden declares hidden; None without this method.
     """
 
     windows: Sequence[Window]
     first: Batch
     changed: dict[str, Batch]
+    hidden: np.ndarray | None = None
+
+    def of_read(self) -> "Pair":
+        """Returns a pair in which only targets that the model may read count, and differ."""
+        read = self.first["loss_mask"] & ~self.hidden
+        first = {**self.first, "loss_mask": read}
+        return Pair(self.windows, first, {READ: dict.fromkeys(TOKENS, read)})
 
     def second(self, vocab: int) -> Batch:
         """Makes the other batch."""
@@ -253,42 +295,14 @@ class Pair:
         return found
 
 
-def make_pair(batch: Batch, windows: Sequence[Window], drops: bool) -> Pair:
-    """Makes a pair of batches; the first one is like `batch`.
-
-    If experts drop tokens, earlier documents matter.
-    """
-    within, begins, own, earlier, later, rows = (
-        np.zeros(batch["targets"].shape, bool) for _ in range(6)
-    )
-    for row, begin, end in windows:
-        rows[row] = True
-        earlier[row][:begin] = True
-        begins[row][begin] = True
-        within[row][begin:end] = True
-        own[row][end - 1] = True
-        later[row][end:] = True
-    tokens = "targets", "inputs"
-    changed = {
-        "a later token": dict.fromkeys(tokens, later),
-        OWN: dict.fromkeys(tokens, own),
-        "where later documents begin": {"is_seq_start": later},
-        "which other targets count": {"loss_mask": ~within},
-        EARLIER: {} if drops else dict.fromkeys(tokens, earlier),
-        "where earlier documents begin": {} if drops else {"is_seq_start": earlier},
-        OTHERS: dict.fromkeys((*tokens, "is_seq_start"), ~rows),
-    }
-    starts = np.where(within, begins, batch.get("is_seq_start", begins))
-    return Pair(windows, {**batch, "is_seq_start": starts, "loss_mask": within}, changed)
-
-
 # ---- programs ------------------------------------------------------------------------------------
 
 
 class _Program:
     """A program that computes a loss, or the logits of texts, on one device."""
 
-    def __init__(self, step: Step):
+    def __init__(self, step: Step, is_causal: bool):
+        self._is_causal = is_causal
         self._jaxpr = traced(step)
         info = step.traced.out_info
         with tracing(step.mesh):
@@ -340,10 +354,65 @@ class _Program:
             for row in half:
                 end = int(next(ends))
                 begin = 0 if self._is_whole else int(rng.integers(end))
+                end = length if self._is_whole and not self._is_causal else end
                 windows.append(Window(tuple(map(int, row)), begin, end))
             batch = {field: rng.permuted(x) for field, x in of_step.items()}
-            found.append(make_pair(batch, windows, self.drops))
-        return found
+            found.append(self.pair(batch, windows))
+        if self._step.name == "logits" or not hasattr(self._step.model, "hidden"):
+            return found
+        hidden = self._hidden([pair.first for pair in found])
+        return [
+            self.pair(pair.first, pair.windows, of) for pair, of in zip(found, hidden, strict=True)
+        ]
+
+    def _hidden(self, batches: Sequence[Batch]) -> np.ndarray:
+        """Returns the targets of each batch that the model declares hidden; all others are read."""
+        found = []
+
+        def observe(machine: Machine, operation: Operation, ins: list, outs: list) -> None:
+            if _is_named(operation, HIDDEN):
+                found.append(outs[0].value[:, 0] != 0)
+
+        self._run(batches, observe)
+        shape = len(batches), *batches[0]["targets"].shape
+        parts = [x.reshape(len(x), 1, *shape[2:]) for x in found]  # of each microbatch
+        hidden = np.broadcast_to(np.concatenate(parts, 1) if parts else False, shape)
+        if parts and not hidden.any():
+            raise Undecided("Model.hidden gives 0 for all targets")
+        return hidden
+
+    def pair(
+        self, batch: Batch, windows: Sequence[Window], hidden: np.ndarray | None = None
+    ) -> Pair:
+        """Makes a pair of batches; the first one is like `batch`.
+
+        `windows` and `hidden` are as in Pair. If experts drop tokens, earlier documents matter.
+        """
+        within, begins, own, earlier, later, rows = (
+            np.zeros(batch["targets"].shape, bool) for _ in range(6)
+        )
+        for row, begin, end in windows:
+            rows[row] = True
+            earlier[row][:begin] = True
+            begins[row][begin] = True
+            within[row][begin:end] = True
+            own[row][end - 1] = True
+            later[row][end:] = True
+            if not self._is_causal:  # the window is a whole document
+                begins[row][end : end + 1] = True
+        changed = {
+            "a later token" if self._is_causal else LATER: dict.fromkeys(TOKENS, later),
+            OWN: dict.fromkeys(TOKENS, own) if self._is_causal else {},
+            HIDDEN_TOKEN: {} if hidden is None else dict.fromkeys(TOKENS, within & hidden),
+            "where later documents begin": {"is_seq_start": later & ~begins},
+            "which other targets count": {"loss_mask": ~within},
+            EARLIER: {} if self.drops else dict.fromkeys(TOKENS, earlier),
+            "where earlier documents begin": {} if self.drops else {"is_seq_start": earlier},
+            OTHERS: dict.fromkeys((*TOKENS, "is_seq_start"), ~rows),
+        }
+        starts = np.where(within | begins, begins, batch.get("is_seq_start", begins))
+        first = {**batch, "is_seq_start": starts, "loss_mask": within}
+        return Pair(windows, first, changed, hidden)
 
     def leaking(self, pairs: Sequence[Pair]) -> list[Pair]:
         """Returns the pairs of which the losses or logits differ."""
@@ -355,17 +424,13 @@ class _Program:
         batches = [batch for pair in pairs for batch in (pair.first, pair.second(vocab))]
 
         def exchange(machine: Machine, operation: Operation, ins: list, outs: list) -> None:
-            if _is_logits(operation):
+            if _is_named(operation, LOGITS):
                 self.has_logits = True
                 outs[0] = move(_with_other, outs[0])
             if observe is not None:
                 observe(machine, operation, ins, outs)
 
-        machine = Machine({BATCHES: len(batches), LOGITS_OF: 2, **self._step.mesh.shape}, exchange)
-        args = [machine.whole(x) for x in self._args]
-        for field, i in self._at.items():
-            args[i] = join(np.concatenate, [machine.whole(batch[field]) for batch in batches])
-        (out,) = machine.run(self._jaxpr, args)
+        out = self._run(batches, exchange)
         of_texts = self._step.name == "logits"
         out = move(_with_other, out) if of_texts else out
         out = move(lambda a: np.broadcast_to(a, (len(batches), 2, *a.shape[2:])), out)
@@ -379,12 +444,21 @@ class _Program:
             found.append(losses)
         return found
 
+    def _run(self, batches: Sequence[Batch], observe: Observer) -> Exact:
+        """Runs the program on each batch, and returns its result."""
+        machine = Machine({BATCHES: len(batches), LOGITS_OF: 2, **self._step.mesh.shape}, observe)
+        args = [machine.whole(x) for x in self._args]
+        for field, i in self._at.items():
+            args[i] = join(np.concatenate, [machine.whole(batch[field]) for batch in batches])
+        (out,) = machine.run(self._jaxpr, args)
+        return out
+
     def finding(self, pair: Pair, kind: str) -> Finding:
         """Names the line at which something that a position must not see comes into what is
         computed for it.
         """
         (before,) = self.run([pair])
-        found = _Differences(pair, kind)
+        found = _Differences(pair, kind, inspect.getfile(type(self._step.model)))
         self.run([pair], found)
         changing = []
         for path, problem in list(found.candidates.items())[:TRIED]:
@@ -429,8 +503,8 @@ class Losses(NamedTuple):
         return bool(equal(self.own, self.of_other).all())
 
 
-def _is_logits(operation: Operation) -> bool:
-    return operation.name == "name" and operation.params["name"] == LOGITS
+def _is_named(operation: Operation, name: str) -> bool:
+    return operation.name == "name" and operation.params["name"] == name
 
 
 def _with_other(a: np.ndarray) -> np.ndarray:
@@ -458,26 +532,30 @@ class _Differences:
     first dim of the number of sequences.
     """
 
-    def __init__(self, pair: Pair, kind: str):
+    def __init__(self, pair: Pair, kind: str, file: str):
         self.candidates: dict[tuple[int, ...], str] = {}
         self._window = pair.windows[0]
         self._kind = kind
+        self._file = file
         self._shape = pair.first["targets"].shape
         self._made: dict[int, tuple[Any, Operation, list]] = {}
         self._is_loss = False
 
     def __call__(self, machine: Machine, operation: Operation, ins: list, outs: list) -> None:
         """See shardlib.exact.machine.Observer."""
-        self._is_loss |= _is_logits(operation)
+        self._is_loss |= _is_named(operation, LOGITS)
         for x in outs:
             if isinstance(x, Exact):
                 self._made.setdefault(id(x), (x, operation, ins))
-        if not _is_logits(operation) and any(self._differs(machine, x) for x in outs):
+        if not _is_named(operation, LOGITS) and any(self._differs(machine, x) for x in outs):
             origin = self._origin(machine, operation, ins)
             subject = (
                 "loss of a position depends" if self._is_loss else "logits of a position depend"
             )
             text = f"{origin.place()}: {origin.shown}: the {subject} on {self._kind}"
+            calls = [call for call in origin.calls() if call[0] == self._file]
+            if calls and calls[-1] != origin.line():  # such as super().embed in a user's model
+                text += f", by the call at {place(*calls[-1])}"
             self.candidates.setdefault(operation.path, text)
 
     def _origin(self, machine: Machine, operation: Operation, ins: list) -> Operation:
@@ -492,7 +570,8 @@ class _Differences:
             _, operation, ins = self._made[id(mixed[0])]
 
     def _differs(self, machine: Machine, x: Any) -> bool:
-        if not isinstance(x, Exact) or (self._kind == OWN and x.image is None):
+        is_of_tokens = self._kind in (OWN, HIDDEN_TOKEN)
+        if not isinstance(x, Exact) or (is_of_tokens and x.image is None):
             return False
         window = self.window(machine.shape(x))
         return window is not None and not self._is_same(x, window)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from shardlib import shardops
 from shardlib.axes import PIPELINE_AXIS
@@ -18,7 +19,14 @@ from shardlib.parsing import ShardError
 from shardwright.jax_extra import explicit_activation_checkpointing
 from shardwright.modeling import fp8
 from shardwright.modeling.attention import Attention
-from shardwright.modeling.model import LanguageModel, Targets, Tokens, checked_logits, period_of
+from shardwright.modeling.model import (
+    HIDDEN,
+    LanguageModel,
+    Targets,
+    Tokens,
+    checked_logits,
+    period_of,
+)
 from shardwright.modeling.weights import (
     at_rest,
     count_layers,
@@ -188,7 +196,15 @@ class Forward:
         add others by its method `more_predictions`.
         """
         more = getattr(self.model, "more_predictions", None) if self.in_training else None
-        return [(x, Targets.of(batch)), *(more(x, batch) if more else ())]
+        targets = Targets.of(batch)
+        if hidden := getattr(self.model, "hidden", None):
+            weights = checkpoint_name(hidden(x), HIDDEN)
+            targets = dataclasses.replace(targets, counted=targets.counted * weights)
+        pairs = [(x, targets), *(more(x, batch) if more else ())]
+        return [
+            (x, dataclasses.replace(t, counted=lax.stop_gradient(jnp.float32(t.counted))))
+            for x, t in pairs
+        ]
 
     def losses(self, w: Any, x: Any, targets: Targets) -> Any:
         """The loss of each target, f32['B/b L/c'], from the output `x` of the last layer.

@@ -34,6 +34,8 @@ COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 """The dtype for each value of `training.compute_dtype`."""
 LOGITS = "logits of the model"
 """Name of the logits in a step's loss (jax.ad_checkpoint.checkpoint_name)."""
+HIDDEN = "hidden targets"
+"""Name of what the model's method `hidden` returns in a step's loss."""
 
 
 @contextlib.contextmanager
@@ -158,8 +160,9 @@ class Targets:
 
     ids: u32["B/b L/c"]
     """Token ids to predict."""
-    counted: bool_["B/b L/c"]
-    """True where the loss counts; padding does not."""
+    counted: f32["B/b L/c"]
+    """Weight of each loss in the sum, at least 0: 1 where it counts, 0 in padding. Targets that a
+    model adds may have a mask here, or other weights."""
     inputs: u32["B/b L/c inputs"] | None = None
     """Values of each target in the dataset that only the training loss reads, by `input`. None in
     validation."""
@@ -202,10 +205,12 @@ class LanguageModel(Protocol):
     set `shared` for all of them. `period` is the number of layers after which their pattern
     repeats, 1 if all are alike; `tokens.index_in_period` is the index of a layer in its period.
     `inputs` names further values of each token in the dataset (docs/formats.md), which the model
-    finds in `tokens.inputs`. `more_predictions(x, batch)` returns what else the training loss
-    predicts, as pairs of what `logits` reads and Targets. `State` is the pytree_dataclass of what
-    a layer keeps of each text
-    while text is sampled, beside or instead of keys and values (modeling/state.py).
+    finds in `tokens.inputs`. `hidden(x)` declares, from the output of the last layer, the targets
+    that the model predicts without reading them: the weight of each in the loss, f32['B/b L/c'],
+    and 0 for the others. `more_predictions(x, batch)` returns what else the training loss predicts,
+    as pairs of what `logits` reads and Targets. `State` is the pytree_dataclass of what a layer
+    keeps of each text while text is sampled, beside or instead of keys and values
+    (modeling/state.py).
     """
 
     config: Any

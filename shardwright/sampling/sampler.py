@@ -146,7 +146,7 @@ class Programs:
             devices and no FP8, whose scales make a text depend on the others in its batch.
 
     Raises:
-        ValueError: the model has inputs other than tokens.
+        ValueError: the model has inputs other than tokens, or predicts hidden ones.
     """
 
     def __init__(self, step: Step, edits: Mapping[str, Any] | None = None):
@@ -154,6 +154,11 @@ class Programs:
             raise ValueError(
                 f"model.module {step.model.config.module!r} also reads {', '.join(inputs)}, which "
                 f"texts do not have. Evaluate it on the validation data of its run."
+            )
+        if hasattr(step.model, "hidden"):
+            raise ValueError(
+                f"model.module {step.model.config.module!r} predicts hidden tokens, not the next "
+                f"ones of a text. Evaluate it on the validation data of its run."
             )
         t = step.mesh.shape["t"]
         # Texts come in batches of their own, which the devices divide, also where the run's do not.

@@ -39,7 +39,7 @@ from shardwright.cluster.devices import device_like, known_options, make_mesh, s
 from shardwright.cluster.topologies import WITHOUT_DEVICE, devices_of
 from shardwright.data.checks import a_path, at_least_1, one_of
 from shardwright.inspect import as_written
-from shardwright.inspect.causality import check_causal
+from shardwright.inspect.causality import check_causal, what_is_shown
 from shardwright.inspect.planning import NOT_MEASURED, mesh_sizes, planned_change
 from shardwright.inspect.soundness import check_steps
 from shardwright.inspect.tables import in_bytes, in_seconds
@@ -85,7 +85,7 @@ def checks(
     programs = [step.other(name=name) for step in steps for name in NAMES]
     yield "types", lambda: None if [program.traced for program in programs] else ""
     yield "mesh", lambda: as_on_one_device(steps)
-    yield "causality", lambda: next(filter(None, (check_causal(step) for step in steps)), None)
+    yield "causality", lambda: causality(steps)
     unknown = {"ok": None, "text": "not compiled (check.compile=true)"}
     yield "compiled", lambda: compiled(steps[0]) if settings.compile else unknown
 
@@ -100,6 +100,13 @@ def as_on_one_device(steps: Sequence[Step]) -> dict[str, Any]:
         "lines": [*how],
         "results": {**done[0].results},
     }
+
+
+def causality(steps: Sequence[Step]) -> dict[str, Any]:
+    """Says what positions do not see. Raises if they see more."""
+    why = next(filter(None, map(check_causal, steps)), "")
+    text = f"not known: {why}" if why else what_is_shown(steps[0])
+    return {"ok": None if why else True, "text": text}
 
 
 def compiled(step: Step) -> dict[str, Any]:
@@ -129,12 +136,6 @@ def compiled(step: Step) -> dict[str, Any]:
     return {"ok": None if lines else True, "text": summary, "lines": lines}
 
 
-CHECKED = {
-    "types": "",
-    "causality": "no position sees a later token or another document",
-}
-
-
 def rejection(error: Exception) -> dict[str, Any]:
     """The verdict on a step whose trace or check raised an error, with the line of the user's code
     that it is about.
@@ -162,11 +163,7 @@ def verdict_of(steps: Sequence[Step], settings: CheckConfig) -> dict[str, Any]:
         begin = time.perf_counter()
         try:
             ended = check()
-            if not isinstance(ended, dict):
-                ended = {
-                    "ok": None if ended else True,
-                    "text": f"not known: {ended}" if ended else CHECKED[name],
-                }
+            ended = {"ok": True, "text": ""} if ended is None else ended
         except Exception as error:  # an edit may make any error of Python
             found |= rejection(error)
             ended = {"ok": False, "text": found.pop("text")}

@@ -4,6 +4,7 @@ with which line.
 
 import dataclasses
 import functools
+import importlib
 import re
 
 import jax
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 from jax import lax
 
+import tests.support.recipes  # noqa: F401 (makes them importable)
 import train
 from shardlib.exact.endings import Undecided
 from shardwright.inspect import examine, soundness
 from shardwright.inspect.causality import check_causal, find_leaks, small_program
 from shardwright.modeling.masks import AttentionMask, same_document
+from shardwright.modeling.model import Targets
 from shardwright.models import gpt2
+from shardwright.sampling.sampler import Programs
 from shardwright.tools import check
 from tests.support import rule_models, tiny
 from tests.support.token_shift import TokenShift
@@ -25,6 +29,7 @@ from tests.support.token_shift import TokenShift
 pytestmark = pytest.mark.usefixtures("not_remembered")
 
 C = rule_models.SIZES
+masked = importlib.import_module("masked_diffusion")
 
 
 class Plain(train.Llama):
@@ -96,13 +101,6 @@ def far_ahead(q, k):
 # ---- layers of sequences that are one document ---------------------------------------------------
 
 
-def recurrence(x, _):
-    def step(h, x):
-        return 0.5 * h + jnp.tanh(x + h), h * x
-
-    return jnp.moveaxis(lax.scan(step, 0 * x[:, 0], jnp.moveaxis(x, 1, 0))[1], 0, 1)
-
-
 def convolution(*pad):
     def mix(x, _):
         w = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, x.shape[-1])), x.dtype)
@@ -110,13 +108,6 @@ def convolution(*pad):
         return lax.conv_general_dilated(x, w, (1,), [pad], **options)
 
     return mix
-
-
-def depths(x, _):
-    """A mixture of depths: the positions of a sequence compete for a layer (arXiv 2404.02258)."""
-    at = lax.top_k(x[..., 0], x.shape[1] // 2)[1]
-    chosen = jnp.take_along_axis(x, at[..., None], 1)
-    return (0 * x).at[jnp.arange(len(x))[:, None], at].add(jnp.tanh(chosen))
 
 
 def inverse(mask):
@@ -158,11 +149,9 @@ MODELS = {  # name: the model, and what the line says, "" for one that passes
     ),
 }
 OF_ONE_DOCUMENT = {  # without a document mask
-    "recurrence": (recurrence, ""),
     "convolution": (convolution(2, 0), ""),
     "sums less the later ones": (rest, ""),
     "centered convolution": (convolution(1, 1), f"{HERE}conv_general_dilated: .*depend on"),
-    "mixture of depths": (depths, f"{HERE}.*{LATER}"),
     "inverse of no triangle": (inverse(lambda n: np.tri(n, k=1)), LATER),
 }
 IN_TRAINING = {  # that leak in training alone
@@ -372,7 +361,80 @@ def test_a_sequence_is_one_document_without_a_mask_and_in_sampling():
 
 def test_a_model_that_says_so_is_not_checked():
     step = step_of(forward(rule_models.KINDS["prefix"]))
-    assert check_causal(step) == "the model's attention mask says causal=False"
+    said = (
+        r"the model's .* causal=False, so a position may see the token that it predicts.*`hidden`"
+    )
+    assert re.match(said, check_causal(step))
+
+
+# ---- hidden tokens -------------------------------------------------------------------------------
+
+
+def with_all(ids_of) -> type:
+    """A masked diffusion that embeds, besides, ids made of all tokens."""
+
+    def embed(self, w, tokens):
+        s = masked.Model.embed(self, w, tokens)
+        tokens = dataclasses.replace(tokens, ids=ids_of(tokens.ids))
+        return dataclasses.replace(s, x=s.x + train.Llama.embed(self, w, tokens))
+
+    return made(masked.Model, embed=embed)
+
+
+def bigrams(ids):
+    return (ids + 5 * shift(ids, 1)) % C.vocab
+
+
+LEAKS = "gather: the logits of a position depend on a token that Model.hidden declares hidden, by "
+HIDING = {  # models that declare hidden tokens, and what is said of them
+    "right": (masked.Model, "^causality  no position sees a hidden token or another document$"),
+    "targets": (
+        with_all(lambda ids: shift(ids, -1)),
+        rf"{LEAKS}the call at \S+_causality\.py:\d+\n",
+    ),
+    "bigrams": (with_all(bigrams), rf"{LEAKS}the call at \S+_causality\.py:\d+\n"),
+    "others than in the input": (
+        made(masked.Model, hidden=lambda self, s: jnp.roll(s.weight, 1, 1)),
+        rf"{LEAKS}the call at docs/recipes/masked_diffusion\.py:\d+\n",
+    ),
+    "other documents": (
+        made(masked.Model, mask=AttentionMask((lambda q, k: q.index > -1,), causal=False)),
+        r"depend on a token in a later document\n",
+    ),
+    "none": (made(masked.Model, hidden=lambda self, s: 0 * s.weight), "gives 0 for all targets"),
+}
+
+
+def hiding(kind: type):
+    c = masked.ModelConfig(**dataclasses.asdict(C))
+    return step_of(tiny.forward_of(kind(c), tiny.config(c).training))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", HIDING)
+def test_what_predicts_hidden_tokens_does_not_read_them(name):
+    kind, message = HIDING[name]
+    try:
+        said = examine.describe_causality(hiding(kind))
+    except ValueError as error:
+        said = str(error)
+    assert re.search(message, said)
+
+
+def test_targets_that_are_read_do_not_count(monkeypatch):
+    def of_all(self, x, batch):
+        targets = Targets.of(batch)
+        return [(x, dataclasses.replace(targets, counted=jnp.float32(targets.counted)))]
+
+    monkeypatch.setattr(train.Forward, "predictions", of_all)
+    said = "^the evaluation loss: it counts targets that are not hidden .*\n  remedy: multiply"
+    with pytest.raises(ValueError, match=said):
+        check_causal(hiding(masked.Model))
+
+
+def test_a_model_that_predicts_hidden_tokens_is_not_sampled():
+    with pytest.raises(ValueError, match="'train' predicts hidden tokens, not the next ones"):
+        Programs(hiding(masked.Model))
 
 
 def test_a_primitive_without_a_rule_is_undecided_unless_the_settings_accept_it():

@@ -155,6 +155,28 @@ def test_mixture_of_depths():
 
 
 @pytest.mark.long
+def test_masked_diffusion_is_the_dense_one():
+    """Without random keys, as in validation: row i has the key i."""
+    c = config("masked_diffusion", loss_chunk=4)
+    w, loss, g, _ = computed(c)
+    keys = [jax.random.key(i) for i in range(tiny.BATCH)]
+    share = np.array([jax.random.uniform(key) for key in keys])[:, None]
+    drawn = [jax.random.uniform(jax.random.fold_in(key, 1), (tiny.LENGTH,)) for key in keys]
+    hidden = np.array(drawn) < share
+    ids, position, document = TOKENS
+    is_read = ~np.pad(hidden[:, :-1], ((0, 0), (1, 0))) | (position == 0)
+    tokens = np.where(is_read, ids, c.model.vocab - 1), position, document
+
+    def expected(w):
+        logits = dense.logits(w, tokens, c.model, sees=lambda *_: True)
+        log_p = jax.nn.log_softmax(logits)
+        losses = -jnp.take_along_axis(log_p, BATCH.targets[..., None].astype(np.int32), -1)[..., 0]
+        return jnp.sum(losses * BATCH.loss_mask * hidden / share) / BATCH.loss_mask.sum()
+
+    assert_is(expected, w, loss, g)
+
+
+@pytest.mark.long
 def test_multi_token_prediction_is_the_dense_one():
     c = config("multi_token_prediction", loss_chunk=4)
     w, loss, g, _ = computed(c, STAGES)
