@@ -198,7 +198,7 @@ class Forward:
         more = getattr(self.model, "more_predictions", None) if self.in_training else None
         targets = Targets.of(batch)
         if hidden := getattr(self.model, "hidden", None):
-            weights = checkpoint_name(hidden(x), HIDDEN)
+            weights = checkpoint_name(lax.stop_gradient(hidden(x)), HIDDEN)
             targets = dataclasses.replace(targets, counted=targets.counted * weights)
         pairs = [(x, targets), *(more(x, batch) if more else ())]
         return [

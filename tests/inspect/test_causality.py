@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 from jax import lax
 
-import tests.support.recipes  # noqa: F401 (makes them importable)
 import train
 from shardlib.exact.endings import Undecided
 from shardwright.inspect import examine, soundness
 from shardwright.inspect.causality import check_causal, find_leaks, small_program
 from shardwright.modeling.masks import AttentionMask, same_document
 from shardwright.modeling.model import Targets
-from shardwright.models import gpt2
 from shardwright.sampling.sampler import Programs
 from shardwright.tools import check
 from tests.support import rule_models, tiny
+from tests.support.recipes import RECIPES
 from tests.support.token_shift import TokenShift
 
 pytestmark = pytest.mark.usefixtures("not_remembered")
 
 C = rule_models.SIZES
+assert RECIPES  # importing it makes the programs of docs/recipes importable
 masked = importlib.import_module("masked_diffusion")
 
 
@@ -88,16 +88,6 @@ def not_causal(s, q, k, _):
     return jnp.where(q.index >= k.index, s, -jnp.inf)
 
 
-class RuledInTraining(train.Llama):
-    def layer(self, x, w, tokens, attention):
-        rule = AttentionMask((same_document,)) if tokens.training else self.mask
-        return super().layer(x, w, tokens, lambda q, k, v, _: attention(q, k, v, rule))
-
-
-def far_ahead(q, k):
-    return (q.index >= k.index) | (k.index > q.index + 150)
-
-
 # ---- layers of sequences that are one document ---------------------------------------------------
 
 
@@ -118,12 +108,6 @@ def inverse(mask):
         return jnp.linalg.inv(jnp.eye(x.shape[1]) + 0.3 * scores) @ x
 
     return mix
-
-
-def rest(x, _):
-    """The sum of the own position and the earlier ones: of all, less that of the later ones."""
-    sums = jnp.cumsum(jnp.flip(x, 1), 1)
-    return sums[:, -1:] - jnp.flip(shift(sums, 1), 1)
 
 
 LATER, OWN = "depend on a later token", "depend on the token that it predicts"
@@ -150,25 +134,8 @@ MODELS = {  # name: the model, and what the line says, "" for one that passes
 }
 OF_ONE_DOCUMENT = {  # without a document mask
     "convolution": (convolution(2, 0), ""),
-    "sums less the later ones": (rest, ""),
     "centered convolution": (convolution(1, 1), f"{HERE}conv_general_dilated: .*depend on"),
     "inverse of no triangle": (inverse(lambda n: np.tri(n, k=1)), LATER),
-}
-IN_TRAINING = {  # that leak in training alone
-    "next": (
-        mixed(lambda x, t: jnp.roll(x, -1, 1) if t.training else 0 * x),
-        f"{HERE}slice: .*{LATER}",
-    ),
-    "rule": (RuledInTraining, f"layer 0, in training, {AHEAD}"),
-}
-# that leak beyond the small sizes at which they run: the model, and the line that names what they
-# do there
-LARGER = {
-    "part of L": (
-        mixed(lambda x, _: x.shape[1] // 128 * jnp.mean(x, 1, keepdims=True)),
-        f"{HERE}pvary: a constant that no product of sizes explains: 2",
-    ),
-    "far rule": (ruled(same_document, far_ahead), f"{HERE}gt: always false in what was run"),
 }
 
 
@@ -194,9 +161,9 @@ def is_said(text: str, message: str) -> bool:
     return bool(re.search(message, text) and "remedy: " in text) if message else text == ""
 
 
-def others_than(cases: dict, name: str = "evaluation", **training) -> dict[str, str]:
+def others_than(cases: dict, **training) -> dict[str, str]:
     """What is found in cases, if it is not as their table has it."""
-    texts = {case: found(forward(kind, **training), name) for case, (kind, _) in cases.items()}
+    texts = {case: found(forward(kind, **training)) for case, (kind, _) in cases.items()}
     return {case: text for case, text in texts.items() if not is_said(text, cases[case][1])}
 
 
@@ -219,21 +186,24 @@ def test_what_only_rounding_shows_is_not_decided():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", LARGER)
-def test_what_small_sizes_do_not_show_is_named_by_the_check_of_the_step(name):
-    kind, message = LARGER[name]
-    assert found(forward(kind), length=256, rows=8) == ""
-    step = step_of(forward(kind), length=256, rows=8)
-    assert re.match(message, soundness.examine(step, ("evaluation",)).undecided[0])
+def test_what_small_sizes_do_not_show_is_named_by_the_check_of_the_step():
+    of = forward(mixed(lambda x, _: x.shape[1] // 128 * jnp.mean(x, 1, keepdims=True)))
+    assert found(of, length=256, rows=8) == ""
+    said = f"{HERE}pvary: a constant that no product of sizes explains: 2"
+    step = step_of(of, length=256, rows=8)
+    assert re.match(said, soundness.examine(step, ("evaluation",)).undecided[0])
 
 
 @pytest.mark.long
-def test_what_leaks_in_training_alone_is_right_in_evaluation_and_for_texts():
-    assert others_than(IN_TRAINING, "training") == {}
-    assert others_than({name: (kind, "") for name, (kind, _) in IN_TRAINING.items()}) == {}
-    step = step_of(forward(IN_TRAINING["next"][0]))
+def test_what_leaks_in_training_alone_is_right_for_texts():
+    class RuledInTraining(train.Llama):
+        def layer(self, x, w, tokens, attention):
+            rule = AttentionMask((same_document,)) if tokens.training else self.mask
+            return super().layer(x, w, tokens, lambda q, k, v, _: attention(q, k, v, rule))
+
+    step = step_of(forward(RuledInTraining))
     assert check_causal(step, context=tiny.LENGTH) == ""
-    with pytest.raises(ValueError, match=r"(?s)slice: the logits of .*remedy: "):
+    with pytest.raises(ValueError, match=rf"(?s)layer 0, in training, {AHEAD}.*remedy: "):
         check_causal(step)
 
 
@@ -340,23 +310,7 @@ def test_a_loss_that_is_computed_elsewhere_is_rejected(monkeypatch):
     assert said in in_training(forward(Plain))
 
 
-def test_the_loss_of_evaluation_is_followed(monkeypatch):
-    kept = train.validation_loss
-    monkeypatch.setattr(train, "validation_loss", lambda x, y: kept(jnp.roll(x, -1, 1), y))
-    assert is_said(found(forward(Plain)), f"{HERE}.*the loss of a position depends on")
-
-
-def test_dropout_passes():
-    c = gpt2.ModelConfig(vocab=64, positions=64, d_model=32, layers=2, heads=4, dropout=0.1)
-    assert in_training(tiny.forward_of(gpt2.Model(c), tiny.config(c).training)) == ""
-
-
 # ---- what the settings say -----------------------------------------------------------------------
-
-
-def test_a_sequence_is_one_document_without_a_mask_and_in_sampling():
-    assert found(forward(TokenShift, document_mask=False)) == ""
-    assert check_causal(step_of(forward(TokenShift)), context=tiny.LENGTH) == ""
 
 
 def test_a_model_that_says_so_is_not_checked():
@@ -365,6 +319,15 @@ def test_a_model_that_says_so_is_not_checked():
         r"the model's .* causal=False, so a position may see the token that it predicts.*`hidden`"
     )
     assert re.match(said, check_causal(step))
+
+
+def test_a_primitive_without_a_rule_is_undecided_unless_the_settings_accept_it():
+    kind = mixed(lambda x, _: jax.pure_callback(np.asarray, jax.typeof(x), x))
+    said = r"(?s)test_causality.py:\d+: pure_callback: .*remedy: training.accept_undecided"
+    with pytest.raises(ValueError, match=said):
+        check_causal(step_of(forward(kind)))
+    step = step_of(forward(kind, accept_undecided=True))
+    assert "pure_callback: exact arithmetic has no rule" in check_causal(step)
 
 
 # ---- hidden tokens -------------------------------------------------------------------------------
@@ -381,10 +344,6 @@ def with_all(ids_of) -> type:
     return made(masked.Model, embed=embed)
 
 
-def bigrams(ids):
-    return (ids + 5 * shift(ids, 1)) % C.vocab
-
-
 LEAKS = "gather: the logits of a position depend on a token that Model.hidden declares hidden, by "
 HIDING = {  # models that declare hidden tokens, and what is said of them
     "right": (masked.Model, "^causality  no position sees a hidden token or another document$"),
@@ -392,7 +351,10 @@ HIDING = {  # models that declare hidden tokens, and what is said of them
         with_all(lambda ids: shift(ids, -1)),
         rf"{LEAKS}the call at \S+_causality\.py:\d+\n",
     ),
-    "bigrams": (with_all(bigrams), rf"{LEAKS}the call at \S+_causality\.py:\d+\n"),
+    "bigrams": (
+        with_all(lambda ids: (ids + 5 * shift(ids, 1)) % C.vocab),
+        rf"{LEAKS}the call at \S+_causality\.py:\d+\n",
+    ),
     "others than in the input": (
         made(masked.Model, hidden=lambda self, s: jnp.roll(s.weight, 1, 1)),
         rf"{LEAKS}the call at docs/recipes/masked_diffusion\.py:\d+\n",
@@ -401,7 +363,6 @@ HIDING = {  # models that declare hidden tokens, and what is said of them
         made(masked.Model, mask=AttentionMask((lambda q, k: q.index > -1,), causal=False)),
         r"depend on a token in a later document\n",
     ),
-    "none": (made(masked.Model, hidden=lambda self, s: 0 * s.weight), "gives 0 for all targets"),
 }
 
 
@@ -435,12 +396,3 @@ def test_targets_that_are_read_do_not_count(monkeypatch):
 def test_a_model_that_predicts_hidden_tokens_is_not_sampled():
     with pytest.raises(ValueError, match="'train' predicts hidden tokens, not the next ones"):
         Programs(hiding(masked.Model))
-
-
-def test_a_primitive_without_a_rule_is_undecided_unless_the_settings_accept_it():
-    kind = mixed(lambda x, _: jax.pure_callback(np.asarray, jax.typeof(x), x))
-    said = r"(?s)test_causality.py:\d+: pure_callback: .*remedy: training.accept_undecided"
-    with pytest.raises(ValueError, match=said):
-        check_causal(step_of(forward(kind)))
-    step = step_of(forward(kind, accept_undecided=True))
-    assert "pure_callback: exact arithmetic has no rule" in check_causal(step)
