@@ -12,10 +12,10 @@ on what differs, or these losses on logits of other positions.
 
 import contextlib
 import dataclasses
-import inspect
 import itertools
 import math
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -458,7 +458,9 @@ class _Program:
         computed for it.
         """
         (before,) = self.run([pair])
-        found = _Differences(pair, kind, inspect.getfile(type(self._step.model)))
+        modules = (sys.modules.get(base.__module__) for base in type(self._step.model).__mro__)
+        files = [getattr(module, "__file__", None) or "" for module in modules]
+        found = _Differences(pair, kind, files)
         self.run([pair], found)
         changing = []
         for path, problem in list(found.candidates.items())[:TRIED]:
@@ -532,11 +534,11 @@ class _Differences:
     first dim of the number of sequences.
     """
 
-    def __init__(self, pair: Pair, kind: str, file: str):
+    def __init__(self, pair: Pair, kind: str, files: list[str]):
         self.candidates: dict[tuple[int, ...], str] = {}
         self._window = pair.windows[0]
         self._kind = kind
-        self._file = file
+        self._files = files
         self._shape = pair.first["targets"].shape
         self._made: dict[int, tuple[Any, Operation, list]] = {}
         self._is_loss = False
@@ -553,10 +555,16 @@ class _Differences:
                 "loss of a position depends" if self._is_loss else "logits of a position depend"
             )
             text = f"{origin.place()}: {origin.shown}: the {subject} on {self._kind}"
-            calls = [call for call in origin.calls() if call[0] == self._file]
-            if calls and calls[-1] != origin.line():  # such as super().embed in a user's model
-                text += f", by the call at {place(*calls[-1])}"
+            text += self._call(origin)
             self.candidates.setdefault(operation.path, text)
+
+    def _call(self, operation: Operation) -> str:
+        """Names the call of a method of a base class, such as super().embed, that led to it."""
+        calls = operation.calls()
+        file = calls[-1][0] if calls else ""
+        derived = self._files[: self._files.index(file)] if file in self._files else []
+        above = [call for call in calls if call[0] in derived]
+        return f", by the call at {place(*above[-1])}" if above else ""
 
     def _origin(self, machine: Machine, operation: Operation, ins: list) -> Operation:
         """Goes back to what took the positions together, from values without an entry for each."""
