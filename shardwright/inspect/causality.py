@@ -139,17 +139,9 @@ def check_causal(step: Step, context: int | None = None) -> str:
 
 
 def describe_causality(step: Step) -> str:
-    """The line of a run's log: the model is causal, or why that is not known.
-
-    Raises ShardError like check_causal.
-    """
+    """Says what positions do not see, or `not known: …`. Raises ShardError like check_causal."""
     if why := check_causal(step):
-        return f"causality  not known: {why}"
-    return f"causality  {what_is_shown(step)}"
-
-
-def what_is_shown(step: Step) -> str:
-    """Says what check_causal shows of the model of a run."""
+        return f"not known: {why}"
     shown = ["a later token"] if says_causal(step) else []
     shown += ["a hidden token"] if hasattr(step.model, "hidden") else []
     return f"no position sees {' or '.join([*shown, 'another document'])}"

@@ -49,7 +49,7 @@ def check(steps: Sequence[Step]) -> None:
             f"({how})"
         )
     for line in dict.fromkeys(describe_causality(step) for step in steps):
-        log(line)
+        log(f"causality  {line}")
 
 
 def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:

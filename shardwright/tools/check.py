@@ -39,7 +39,7 @@ from shardwright.cluster.devices import device_like, known_options, make_mesh, s
 from shardwright.cluster.topologies import WITHOUT_DEVICE, devices_of
 from shardwright.data.checks import a_path, at_least_1, one_of
 from shardwright.inspect import as_written
-from shardwright.inspect.causality import check_causal, what_is_shown
+from shardwright.inspect.causality import describe_causality
 from shardwright.inspect.planning import NOT_MEASURED, mesh_sizes, planned_change
 from shardwright.inspect.soundness import check_steps
 from shardwright.inspect.tables import in_bytes, in_seconds
@@ -75,15 +75,14 @@ class CheckConfig:
 
 def checks(
     steps: Sequence[Step], settings: CheckConfig
-) -> Iterator[tuple[str, Callable[[], str | dict | None]]]:
-    """The checks in order: a name, and a function that raises for a rejected step, or returns why
-    nothing is known.
+) -> Iterator[tuple[str, Callable[[], dict | None]]]:
+    """The checks in order: a name, and a function that raises for a rejected step, or returns its
+    verdict; None: it is right.
 
-    `steps` are those of each phase of the run, as its training.changes make them. The last one
-    returns its verdict.
+    `steps` are those of each phase of the run, as its training.changes make them.
     """
     programs = [step.other(name=name) for step in steps for name in NAMES]
-    yield "types", lambda: None if [program.traced for program in programs] else ""
+    yield "types", lambda: None if [program.traced for program in programs] else {}
     yield "mesh", lambda: as_on_one_device(steps)
     yield "causality", lambda: causality(steps)
     unknown = {"ok": None, "text": "not compiled (check.compile=true)"}
@@ -104,9 +103,9 @@ def as_on_one_device(steps: Sequence[Step]) -> dict[str, Any]:
 
 def causality(steps: Sequence[Step]) -> dict[str, Any]:
     """Says what positions do not see. Raises if they see more."""
-    why = next(filter(None, map(check_causal, steps)), "")
-    text = f"not known: {why}" if why else what_is_shown(steps[0])
-    return {"ok": None if why else True, "text": text}
+    texts = [*map(describe_causality, steps)]
+    unknown = [text for text in texts if text.startswith("not known")]
+    return {"ok": None if unknown else True, "text": [*unknown, *texts][0]}
 
 
 def compiled(step: Step) -> dict[str, Any]:

@@ -346,7 +346,7 @@ def with_all(ids_of) -> type:
 
 LEAKS = "gather: the logits of a position depend on a token that Model.hidden declares hidden, by "
 HIDING = {  # models that declare hidden tokens, and what is said of them
-    "right": (masked.Model, "^causality  no position sees a hidden token or another document$"),
+    "right": (masked.Model, "^no position sees a hidden token or another document$"),
     "targets": (
         with_all(lambda ids: shift(ids, -1)),
         rf"{LEAKS}the call at \S+_causality\.py:\d+\n",
