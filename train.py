@@ -69,6 +69,7 @@ from shardwright.optimizers.muon import muon
 from shardwright.program import stages
 from shardwright.program.config import Config
 from shardwright.program.spec import StepSpec
+from shardwright.program.step import Numbers, with_numbers
 from shardwright.run import launch, listeners
 from shardwright.run.run import Run
 from shardwright.sampling import samples
@@ -531,22 +532,27 @@ def make_training_step(config: Config, model: LanguageModel):
     """The jitted training step: (state, batch, step) -> (state, metrics).
 
     It donates the state. With training.minutes, it also takes the position in the learning rate's
-    schedule, which the host computes from the time.
+    schedule, which the host computes from the time. Runs that differ in `numbers` share the step.
     """
     forward = Forward(model, config.training, softmax_attention, in_training=True)
-    updates = rates.updates_of(config.optimizer, model, OPTIMIZERS)
     Trained = State[model.Weights]
 
     @functools.partial(jax.jit, donate_argnums=0)
     @compute_scope(config.training.compute_dtype)
     @shardtypes.typed_shard_map
     def training_step(
-        state: Of[Trained], batch: Batch, step: i32[""], schedule_step: f32[""] | None = None
+        state: Of[Trained],
+        batch: Batch,
+        step: i32[""],
+        schedule_step: f32[""] | None = None,
+        numbers: Numbers | None = None,
     ) -> tuple[Of[Trained], Metrics]:
-        seeds = dropout_seeds(batch, step, config)
+        c = with_numbers(config, numbers)
+        updates = rates.updates_of(c.optimizer, model, OPTIMIZERS)
+        seeds = dropout_seeds(batch, step, c)
         loss, g, layers = loss_and_gradients(state.weights, batch, seeds, config, forward)
         g = checkpoint_name(g, "gradient")  # the name by which statistics find them
-        new, grad_norm, rate = update_state(state, g, step, config, updates, schedule_step)
+        new, grad_norm, rate = update_state(state, g, step, c, updates, schedule_step)
         skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
         return state, Metrics(loss, grad_norm, rate, layers, skipped, count_targets(batch))

@@ -362,6 +362,8 @@ def draw(step: Step, seed: int) -> list[Any]:
             ids = rng.integers(0, vocab, aval.shape)
             repeated = rng.choice([0, vocab - 1, vocab // 2], aval.shape)
             return np.where(rng.random(aval.shape) < 0.3, repeated, ids).astype(dtype)
+        if "learning_rate" in path or "weight_decay" in path:
+            return np.asarray(2.0**-7, dtype)
         if "elapsed" in path:
             return np.asarray(min(number / end, 2), dtype)
         x = rng.standard_normal(aval.shape).astype(np.float32)

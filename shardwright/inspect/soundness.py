@@ -318,7 +318,7 @@ def _bounds(real: Step, paths: list[str], draws: list[list[Any]]) -> list[tuple[
         if not is_integer(drawn[0].dtype):
             return None
         if drawn[0].shape == ():
-            return 0, 2**31 - 2  # a number of steps
+            return 0, 2**32 - 1 if "seed" in path else 2**31 - 2  # a number of steps
         if "targets" in path:
             return 0, real.config.model.vocab - 1
         return int(np.min(drawn)), int(np.max(drawn))

@@ -14,12 +14,13 @@ from rich.progress import Progress, TextColumn
 from shardwright.cluster.watch import pause
 from shardwright.program.directory import remove_older
 from shardwright.program.files import write_whole
+from shardwright.program.step import Step
 from shardwright.settings.output import say
 
 
 @pause("compiling the training step")
 def compile_step(
-    lowered: jax.stages.Lowered, directory: Path, options: dict[str, Any] | None = None
+    lowered: jax.stages.Lowered | Step, directory: Path, options: dict[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, Path | None]:
     """Compiles a step for the current mesh and writes its optimized HLO text.
 
@@ -28,7 +29,7 @@ def compile_step(
     Removes the texts, tables and pictures of earlier starts.
 
     Args:
-        lowered: the lowered training step.
+        lowered: the training step, as a Step or lowered.
         directory: where `training_step_optimized_hlo_<date>.txt` is written.
         options: compiler options.
 

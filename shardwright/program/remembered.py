@@ -22,7 +22,7 @@ from shardwright.program.best_effort import best_effort
 from shardwright.program.files import write_whole
 from shardwright.program.provenance import plain
 from shardwright.program.source import source_of
-from shardwright.program.step import NAMES, Step, with_settings
+from shardwright.program.step import NAMES, Numbers, Step, with_numbers, with_settings
 
 _LARGEST = 2**22
 _IDENTITIES: weakref.WeakKeyDictionary[Step, str] = weakref.WeakKeyDictionary()
@@ -33,14 +33,23 @@ def remembered(
 ) -> tuple[dict[str, Any], str]:
     """Returns what `find` returns, and the day on which it found this; "" if it did now.
 
-    It is read from the folder of JAX's compilation cache, if there is one, where an earlier start
-    with the same identity wrote it. Nothing is written if `find` raises.
+    An earlier run of a sweep that shares the step found it, or it is read from the folder of JAX's
+    compilation cache, if there is one, where an earlier start with the same identity wrote it.
+    Nothing is written if `find` raises.
 
     Args:
         step: the step that it is about.
         what: names what is found, which depends on the step alone.
         find: returns it, as JSON can hold it.
     """
+    if what in step.kept:
+        return step.kept[what]
+    found = _find(step, what, find)
+    step.kept[what] = found[0], datetime.date.today().isoformat()
+    return found
+
+
+def _find(step: Step, what: str, find: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], str]:
     folder = cast(Any, jax.config).jax_compilation_cache_dir
     try:
         identity = identity_of(step) if folder and "://" not in folder else ""
@@ -74,11 +83,13 @@ def identity_of(step: Step) -> str:
 
 
 def _identity(step: Step) -> str:
+    programs = [step.other(name=name) for name in NAMES]
     c = with_settings(step.config, {"training.seed": 0, "data.seed": 0})
+    if all(program.is_shared for program in programs):
+        c = with_numbers(c, Numbers(0, 0, 0))
     sections = (c.model, c.optimizer, c.data, c.training, c.pipeline)
     facts = [step.mesh.shape, step.spec.module, type(step.model), sections]
     facts += [sorted(source_of().items()), platform.python_version(), sorted(_installed())]
-    programs = [step.other(name=name) for name in NAMES]
     # one device is what the mesh is compared with, and its program may have changed alone
     programs += [plain(step, name) for name in ("training", "evaluation")]
     hashes = [program.hash for program in programs]

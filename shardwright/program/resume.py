@@ -259,8 +259,8 @@ def fresh_state(step: Step, record: dict[str, Any] | None = None) -> Any:
     Adds to `record`, as "init_from", what was done with each weight.
     """
     c = step.config
-    start = step.other(name="start").lowered
-    check_processes({"source of the initial weights": start.as_text()})
+    start = step.other(name="start")
+    check_processes({"source of the initial weights": start.lowered.as_text()})
     state = start.compile()(jax.random.key(c.training.seed))
     if c.training.init_from is not None:
         orders = stack_orders(placement_of(c, step.model), type(state), state)

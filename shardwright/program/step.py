@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from shardlib.planned import Choices, planned_for
-from shardlib.shardtypes import Of, typed_shard_map, u32
+from shardlib.shardtypes import Of, f32, pytree_dataclass, typed_shard_map, u32
 from shardlib.tracing import tracing
 from shardwright.axes import AXES, axes_of_mesh
 from shardwright.cluster.devices import explicit_mesh
@@ -47,6 +47,49 @@ def with_settings(c: Config, edits: Mapping[str, Any]) -> Config:
             c, **{section: dataclasses.replace(getattr(c, section), **{field: value})}
         )
     return c
+
+
+@pytree_dataclass
+class Numbers:
+    """Settings that the training step takes as arguments, so runs that differ in them share it.
+
+    Of training.seed, these are the lowest 32 bits, which JAX reads.
+    """
+
+    learning_rate: f32[""]
+    weight_decay: f32[""]
+    seed: u32[""]
+
+
+def with_numbers(c: Config, numbers: Any) -> Config:
+    """Returns the configuration with these Numbers; None: with its own."""
+    names = {
+        "optimizer.learning_rate": "learning_rate",
+        "optimizer.weight_decay": "weight_decay",
+        "training.seed": "seed",
+    }
+    return with_settings(c, {k: getattr(numbers, v) for k, v in names.items() if numbers})
+
+
+class _Hidden:
+    """In place of a setting in which runs that share a program differ: no program computes with it."""
+
+    def __truediv__(self, factor: float) -> "_Hidden":
+        return self  # a weight decay by the factor on a rate
+
+    def _refuse(self, *_: object) -> Any:
+        raise TypeError("the step takes this setting as an argument, or does not depend on it")
+
+    __bool__ = __eq__ = __hash__ = __str__ = _refuse
+
+
+_HIDDEN: Any = _Hidden()
+
+
+def shared(c: Config) -> Config:
+    """Returns what runs that may share a program have in common. The rest is hidden."""
+    c = with_numbers(c, Numbers(_HIDDEN, _HIDDEN, _HIDDEN))
+    return dataclasses.replace(with_settings(c, {"data.seed": _HIDDEN}), paths=_HIDDEN)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,6 +162,19 @@ class Step:
         other = dataclasses.replace(self, config=c, mesh=mesh, name=name or self.name, **changes)
         return self._known[other._key]
 
+    def of_run(self, c: Config) -> "Step":
+        """Returns the step of another run, with all programs of this one.
+
+        Its configuration `c` must differ from that of this step only in what `shared` hides.
+        """
+        known: dict = {}
+        for step in self._known.values():
+            own = dataclasses.replace(step.config, data=c.data, paths=c.paths)
+            own = with_numbers(own, Numbers(*_numbers(c)))
+            other = dataclasses.replace(step, config=own, _known=known)
+            vars(other).update({k: x for k, x in vars(step).items() if k not in vars(other)})
+        return known[dataclasses.replace(self, config=c, _known=known)._key]
+
     @property
     def _key(self) -> tuple:
         settings = repr((self.config.training, self.config.pipeline))
@@ -179,12 +235,28 @@ class Step:
         assert self.traced
         return self.choices
 
-    @functools.cached_property
+    @property
     def traced(self) -> jax.stages.Traced:
         """The traced program, to be lowered."""
+        return self._traced[0]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its program is the same for all runs with the same `shared` settings."""
+        return self._traced[1]
+
+    @functools.cached_property
+    def _traced(self) -> tuple[jax.stages.Traced, bool]:
         sizes = dict.fromkeys(AXES, 1) | dict(self.mesh.shape)
         mesh = dataclasses.replace(self.config.mesh, **{axis: sizes[axis] for axis in AXES})
         c = dataclasses.replace(self.config, mesh=mesh)
+        try:
+            return self._trace(shared(c), is_shared=True), True
+        except Exception:  # a part computes with hidden settings, or is wrong, which is said here
+            vars(self).pop("choices", None)
+            return self._trace(c, is_shared=False), False
+
+    def _trace(self, c: Config, is_shared: bool) -> jax.stages.Traced:
         model = self.model
         spec = self.spec
         state: Any = self.state if self.name in ("training", "evaluation") else None
@@ -202,13 +274,31 @@ class Step:
             if self.name == "evaluation":
                 return spec.make_evaluation_step(c, model).trace(state.weights, self.batch())
             step = spec.make_training_step(c, model)
-            if schedule_step(c) and "schedule_step" not in inspect.signature(step).parameters:
+            taken = inspect.signature(step).parameters
+            if is_shared and "numbers" not in taken:
+                raise TypeError(f"the training step of {spec.module} takes no numbers")
+            if schedule_step(c) and "schedule_step" not in taken:
                 raise ValueError(
                     f"training.minutes is {c.training.minutes}, and the training step of "
                     f"{spec.module} takes no schedule_step: add this last argument, and pass it to "
                     f"learning_rate as the released train.py does, or give the length in steps."
                 )
-            return step.trace(state, self.batch(), np.int32(0), *schedule_step(c))
+            return step.trace(state, self.batch(), np.int32(0), *self._arguments(is_shared, 0.0))
+
+    def arguments(self, elapsed: Any = 0.0) -> tuple:
+        """Returns the arguments of the training step after its number.
+
+        `elapsed` is the share of training.minutes that has passed.
+        """
+        return self._arguments(self.is_shared, elapsed)
+
+    def _arguments(self, is_shared: bool, elapsed: Any) -> tuple:
+        schedule = schedule_step(self.config, elapsed)
+        if not is_shared:
+            return schedule
+        rate, decay, seed = _numbers(self.config)
+        numbers = Numbers(np.float32(rate), np.float32(decay), np.uint32(seed % 2**32))
+        return (*(schedule or (None,)), numbers)
 
     @property
     def jaxpr(self) -> ClosedJaxpr:
@@ -226,8 +316,22 @@ class Step:
 
     @functools.cached_property
     def hash(self) -> str:
-        """Hash of the lowered text, which does not depend on comments and names of values."""
+        """Hash of the lowered text, which does not depend on comments and names of values, nor on
+        Numbers.
+        """
         return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()[:20]
+
+    @functools.cached_property
+    def kept(self) -> dict[str, Any]:
+        """What was made of its program, and found out about it, once for all runs that share it."""
+        return {}
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> jax.stages.Compiled:
+        """Compiles the program for the current mesh, unless a run that shares it did."""
+        key = f"compiled with {compiler_options}"
+        if key not in self.kept:
+            self.kept[key] = self.lowered.compile(compiler_options=compiler_options)
+        return self.kept[key]
 
 
 def schedule_step(c: Config, elapsed: Any = 0.0) -> tuple:
@@ -239,6 +343,10 @@ def schedule_step(c: Config, elapsed: Any = 0.0) -> tuple:
     """
     steps = c.optimizer.schedule_steps
     return () if c.training.minutes is None or steps is None else (elapsed * np.float32(steps),)
+
+
+def _numbers(c: Config) -> tuple[Any, Any, Any]:
+    return c.optimizer.learning_rate, c.optimizer.weight_decay, c.training.seed
 
 
 def _trace_logits(step: Step) -> jax.stages.Traced:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
 from shardlib.parsing import named
 from shardwright.cluster.stopping import StopRequest
@@ -51,7 +53,7 @@ from shardwright.program.resume import (
 from shardwright.program.saved_config import deciding_settings
 from shardwright.program.spec import StepSpec, load_spec
 from shardwright.program.stages import placement_of
-from shardwright.program.step import Step, schedule_step, trace_step
+from shardwright.program.step import NAMES, Step, shared, trace_step
 from shardwright.program.trackers import tracked
 from shardwright.run.clock import Stopwatch
 from shardwright.run.introduction import facts_of, introduce, save_config
@@ -61,6 +63,10 @@ from shardwright.settings.output import override
 
 CHANGES = "changes"
 """What `end` returns if the run continues with changed settings."""
+MOST_SHARED = 8
+"""Number of steps that later runs of a sweep can share."""
+_SHARED: list[Step] = []
+"""Those that the runs of this process compiled last."""
 
 
 class Run:
@@ -89,8 +95,7 @@ class Run:
         loader, validation: loaders of the two splits; validation is None without evaluations.
         passes: passes over each source of the data in the whole run, by name; empty if unknown.
         options: compiler options that the installed XLA knows.
-        arguments: further arguments of the next training step: the schedule_step of
-            training.minutes.
+        arguments: further arguments of the next training step, by Step.arguments.
         clock: the Stopwatch of the run; set by `begin`.
         elapsed: {"elapsed": share of training.minutes that had passed when the step began}; {}
             without this setting.
@@ -127,7 +132,9 @@ class Run:
             )
         self.whole, self.model, self.spec = c, model, spec
         self.config = config_at(c, 0)
-        self.step = trace_step(self.config, model, spec=spec)
+        if not (HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN):
+            _SHARED.clear()  # the source may have changed since
+        self.step = self._trace(self.config)
         self.directory = directory
         self.stopped_by = None
         self.hlo: Path | None = None
@@ -169,7 +176,16 @@ class Run:
 
     def _traced(self, c: Config) -> Step:
         """Returns the Step of training with these settings."""
-        return self.step if c == self.config else trace_step(c, self.model, spec=self.spec)
+        return self.step if c == self.config else self._trace(c)
+
+    def _trace(self, c: Config) -> Step:
+        step = trace_step(c, self.model, spec=self.spec)
+
+        def key(step: Step) -> tuple:
+            return step.mesh, type(step.model), repr(shared(step.config))
+
+        alike = [other for other in _SHARED if key(other) == key(step)]
+        return alike[-1].of_run(c) if alike else step
 
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:
@@ -402,13 +418,15 @@ class Run:
         """Compiles the training step. Keeps its HLO text, for the picture and the profile."""
         begin = time.monotonic()
         with seconds_shown("compiling  the training step"):
-            lowered = self.step.lowered
-            check_metrics(lowered.out_info[1])
-            self.program, self.hlo = compile_step(lowered, self.directory, self.options)
+            check_metrics(self.step.lowered.out_info[1])
+            self.program, self.hlo = compile_step(self.step, self.directory, self.options)
         self.compiled_s = time.monotonic() - begin
         log(f"compiled   the training step in {self.compiled_s:.1f} s")
         examine.check_as_written(self.step, self.hlo)
         self.log.add_event(self.start - 1, "compiled", {"seconds": round(self.compiled_s, 3)})
+        if all(self.step.other(name=name).is_shared for name in NAMES):
+            _SHARED.append(self.step)
+            del _SHARED[:-MOST_SHARED]
         return self.program
 
     # ---- the loop --------------------------------------------------------------------------------
@@ -435,12 +453,12 @@ class Run:
             now_at("in the training step", paused=first)
             if first:
                 self.clock.begin()
-            self.elapsed, self.arguments = {}, ()
+            self.elapsed, self.arguments = {}, self.step.arguments()
             if self.clock.minutes is not None:
                 work = [listener.seconds for listener in self.listeners]
                 elapsed = self.clock.now(self.log.seconds_of(2), work)
                 self.elapsed = {"elapsed": elapsed}
-                self.arguments = schedule_step(self.config, elapsed)
+                self.arguments = self.step.arguments(elapsed)
             yield step, batch
             if self.stopped_by or self.is_over:
                 return

@@ -35,9 +35,7 @@ class Validation(Listener):
     @functools.cached_property
     def _step(self) -> jax.stages.Compiled:
         """The evaluation step, compiled from the program that was checked."""
-        return self._run.step.other(name="evaluation").lowered.compile(
-            compiler_options=self._run.options
-        )
+        return self._run.step.other(name="evaluation").compile(self._run.options)
 
     def _event(self, weights: Any, average: Any) -> tuple[str, dict[str, Any]]:
         run = self._run

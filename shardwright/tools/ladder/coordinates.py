@@ -142,7 +142,7 @@ def measure(
         first = None
         found = []
         for i in range(steps + 1):
-            with bare.arguments(state, batch, np.int32(i)) as arguments:
+            with bare.arguments(state, batch, np.int32(i), *step.arguments()) as arguments:
                 state, values = run(*arguments)
                 first = first or values
                 found.append(jax.device_get(sizes(values, first)))

@@ -26,7 +26,7 @@ from shardwright.program.resume import fresh_state, read_state, trusted_options
 from shardwright.program.saved_config import config_of, saved_config
 from shardwright.program.spec import load_spec
 from shardwright.program.stages import placement_of
-from shardwright.program.step import schedule_step, trace_step
+from shardwright.program.step import trace_step
 
 Write = Callable[[str], None]
 
@@ -82,14 +82,14 @@ class Session:
         Raises ValueError if its time is unknown, with training.minutes.
         """
         if self.config.training.minutes is None:
-            return ()
+            return self.traced.arguments()
         step = self.step + 1
         elapsed = logged(self._logs.get(step, {}), "elapsed")
         if elapsed is None:
             raise ValueError(
                 f"metrics.jsonl has no `elapsed` of step {step}, which its learning rate follows."
             )
-        return schedule_step(self.config, elapsed)
+        return self.traced.arguments(elapsed)
 
     @property
     def number(self) -> int:
