@@ -72,7 +72,7 @@ def with_numbers(c: Config, numbers: Any) -> Config:
 
 
 class _Hidden:
-    """In place of a setting in which runs that share a program differ: no program computes with it."""
+    """In place of a setting in which runs that share a program differ: none computes with it."""
 
     def __truediv__(self, factor: float) -> "_Hidden":
         return self  # a weight decay by the factor on a rate
