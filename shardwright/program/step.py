@@ -51,9 +51,9 @@ def with_settings(c: Config, edits: Mapping[str, Any]) -> Config:
 
 @pytree_dataclass
 class Numbers:
-    """Settings that the training step takes as arguments, so runs that differ in them share it.
+    """Settings that the training step takes as arguments, so that it is the same for any values.
 
-    Of training.seed, these are the lowest 32 bits, which JAX reads.
+    JAX reads the lowest 32 bits of training.seed.
     """
 
     learning_rate: f32[""]
@@ -61,8 +61,15 @@ class Numbers:
     seed: u32[""]
 
 
-def with_numbers(c: Config, numbers: Any) -> Config:
-    """Returns the configuration with these Numbers; None: with its own."""
+def numbers_of(c: Config) -> Numbers:
+    """Returns the numbers of a run, as arguments of its training step."""
+    o = c.optimizer
+    seed = np.uint32(c.training.seed % 2**32)
+    return Numbers(np.float32(o.learning_rate), np.float32(o.weight_decay), seed)  # pyright: ignore
+
+
+def with_numbers(c: Config, numbers: Numbers | None) -> Config:
+    """Returns the configuration with other numbers; None: with its own."""
     names = {
         "optimizer.learning_rate": "learning_rate",
         "optimizer.weight_decay": "weight_decay",
@@ -72,7 +79,7 @@ def with_numbers(c: Config, numbers: Any) -> Config:
 
 
 class _Hidden:
-    """In place of a setting in which runs that share a program differ: none computes with it."""
+    """In place of settings in which runs that share a program differ: none computes with it."""
 
     def __truediv__(self, factor: float) -> "_Hidden":
         return self  # a weight decay by the factor on a rate
@@ -169,9 +176,11 @@ class Step:
         """
         known: dict = {}
         for step in self._known.values():
-            own = dataclasses.replace(step.config, data=c.data, paths=c.paths)
-            own = with_numbers(own, Numbers(*_numbers(c)))
-            other = dataclasses.replace(step, config=own, _known=known)
+            own = with_settings(step.config, {"training.seed": c.training.seed})
+            sections = {"optimizer": c.optimizer, "data": c.data, "paths": c.paths}
+            other = dataclasses.replace(
+                step, config=dataclasses.replace(own, **sections), _known=known
+            )
             vars(other).update({k: x for k, x in vars(step).items() if k not in vars(other)})
         return known[dataclasses.replace(self, config=c, _known=known)._key]
 
@@ -250,13 +259,14 @@ class Step:
         sizes = dict.fromkeys(AXES, 1) | dict(self.mesh.shape)
         mesh = dataclasses.replace(self.config.mesh, **{axis: sizes[axis] for axis in AXES})
         c = dataclasses.replace(self.config, mesh=mesh)
+        schedule = schedule_step(c)
         try:
-            return self._trace(shared(c), is_shared=True), True
+            return self._trace(shared(c), *(schedule or (None,)), numbers_of(c)), True
         except Exception:  # a part computes with hidden settings, or is wrong, which is said here
             vars(self).pop("choices", None)
-            return self._trace(c, is_shared=False), False
+            return self._trace(c, *schedule), False
 
-    def _trace(self, c: Config, is_shared: bool) -> jax.stages.Traced:
+    def _trace(self, c: Config, *more: Any) -> jax.stages.Traced:
         model = self.model
         spec = self.spec
         state: Any = self.state if self.name in ("training", "evaluation") else None
@@ -274,31 +284,21 @@ class Step:
             if self.name == "evaluation":
                 return spec.make_evaluation_step(c, model).trace(state.weights, self.batch())
             step = spec.make_training_step(c, model)
-            taken = inspect.signature(step).parameters
-            if is_shared and "numbers" not in taken:
-                raise TypeError(f"the training step of {spec.module} takes no numbers")
-            if schedule_step(c) and "schedule_step" not in taken:
+            if schedule_step(c) and "schedule_step" not in inspect.signature(step).parameters:
                 raise ValueError(
                     f"training.minutes is {c.training.minutes}, and the training step of "
                     f"{spec.module} takes no schedule_step: add this last argument, and pass it to "
                     f"learning_rate as the released train.py does, or give the length in steps."
                 )
-            return step.trace(state, self.batch(), np.int32(0), *self._arguments(is_shared, 0.0))
+            return step.trace(state, self.batch(), np.int32(0), *more)
 
     def arguments(self, elapsed: Any = 0.0) -> tuple:
         """Returns the arguments of the training step after its number.
 
         `elapsed` is the share of training.minutes that has passed.
         """
-        return self._arguments(self.is_shared, elapsed)
-
-    def _arguments(self, is_shared: bool, elapsed: Any) -> tuple:
         schedule = schedule_step(self.config, elapsed)
-        if not is_shared:
-            return schedule
-        rate, decay, seed = _numbers(self.config)
-        numbers = Numbers(np.float32(rate), np.float32(decay), np.uint32(seed % 2**32))
-        return (*(schedule or (None,)), numbers)
+        return (*(schedule or (None,)), numbers_of(self.config)) if self.is_shared else schedule
 
     @property
     def jaxpr(self) -> ClosedJaxpr:
@@ -343,10 +343,6 @@ def schedule_step(c: Config, elapsed: Any = 0.0) -> tuple:
     """
     steps = c.optimizer.schedule_steps
     return () if c.training.minutes is None or steps is None else (elapsed * np.float32(steps),)
-
-
-def _numbers(c: Config) -> tuple[Any, Any, Any]:
-    return c.optimizer.learning_rate, c.optimizer.weight_decay, c.training.seed
 
 
 def _trace_logits(step: Step) -> jax.stages.Traced:

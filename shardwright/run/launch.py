@@ -15,7 +15,6 @@ import jax
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import open_dict
 
 from shardwright.cluster.devices import check_chip, make_mesh, start_devices
@@ -33,7 +32,7 @@ from shardwright.program.trackers import check_installed
 from shardwright.run.sweeps import Job
 from shardwright.settings.command_line import Program, read_overrides, search_first
 from shardwright.settings.exits import STOPPED
-from shardwright.settings.program import refusals_shown, start
+from shardwright.settings.program import is_sweep, refusals_shown, start
 from shardwright.settings.settings import made, untyped
 
 CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
@@ -56,7 +55,7 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
         except Stopped as error:
             stopped_by = str(error)
             log(f"{stopped_by}: stopped before the first step, so there is nothing to save.")
-        if stopped_by and HydraConfig.get().mode == RunMode.RUN:
+        if stopped_by and not is_sweep():
             sys.exit(STOPPED.code)
         return stopped_by
 

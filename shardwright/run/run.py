@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 
 from shardlib.parsing import named
 from shardwright.cluster.stopping import StopRequest
@@ -60,6 +58,7 @@ from shardwright.run.introduction import facts_of, introduce, save_config
 from shardwright.run.listeners import Ending, Listener, Listeners
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.settings.output import override
+from shardwright.settings.program import is_sweep
 
 CHANGES = "changes"
 """What `end` returns if the run continues with changed settings."""
@@ -132,7 +131,7 @@ class Run:
             )
         self.whole, self.model, self.spec = c, model, spec
         self.config = config_at(c, 0)
-        if not (HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN):
+        if not is_sweep():
             _SHARED.clear()  # the source may have changed since
         self.step = self._trace(self.config)
         self.directory = directory

@@ -102,7 +102,7 @@ def refusals_shown() -> Iterator[None]:
     except Exception as error:
         ended = exit_of(error)
         message = refusal(error) if ended is not LOST else None
-        several = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+        several = is_sweep()
         if message is None and (several or ended is ERROR):
             raise
         if several:
@@ -117,6 +117,11 @@ def refusals_shown() -> Iterator[None]:
             )
         print(message, file=sys.stderr)
         sys.exit(ended.code)
+
+
+def is_sweep() -> bool:
+    """Returns whether this process runs a job of a sweep."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def start(
