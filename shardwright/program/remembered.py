@@ -10,7 +10,6 @@ import hashlib
 import json
 import platform
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +24,6 @@ from shardwright.program.source import source_of
 from shardwright.program.step import NAMES, Numbers, Step, with_numbers, with_settings
 
 _LARGEST = 2**22
-_IDENTITIES: weakref.WeakKeyDictionary[Step, str] = weakref.WeakKeyDictionary()
 
 
 def remembered(
@@ -42,47 +40,35 @@ def remembered(
         what: names what is found, which depends on the step alone.
         find: returns it, as JSON can hold it.
     """
+    day = datetime.date.today().isoformat()
     if what in step.kept:
-        return step.kept[what]
-    found = _find(step, what, find)
-    step.kept[what] = found[0], datetime.date.today().isoformat()
-    return found
-
-
-def _find(step: Step, what: str, find: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], str]:
+        return step.kept[what], day
     folder = cast(Any, jax.config).jax_compilation_cache_dir
     try:
-        identity = identity_of(step) if folder and "://" not in folder else ""
+        identity = _identity(step) if folder and "://" not in folder else ""
     except Exception:  # a program that cannot be traced: `find` says why
         identity = ""
-    if not identity:
-        return find(), ""
-    path = Path(folder) / "checked" / f"{identity}_{what}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        entry = parse_json(read_text(path, _LARGEST))
-        return dict(entry["found"]), str(entry["day"])
-    found = find()
-    day = datetime.date.today().isoformat()
-    if jax.process_index() == 0:
+    path = Path(folder, "checked", f"{identity}_{what}.json") if identity else None
+    if path:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            entry = parse_json(read_text(path, _LARGEST))
+            step.kept[what] = dict(entry["found"])
+            return step.kept[what], str(entry["day"])
+    step.kept[what] = found = find()
+    if path and jax.process_index() == 0:
         with best_effort(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps({"day": day, "found": found}))
     return found, ""
 
 
-def identity_of(step: Step) -> str:
+def _identity(step: Step) -> str:
     """Hash of all that decides what is found out about the programs of a step.
 
     These are the programs as lowered for its mesh and, in their plainest form, for one device; the
-    source of this project and of the user's own modules; the settings without seeds; and the
-    versions of the installed packages.
+    source of this project and of the user's own modules; the settings without seeds and Numbers;
+    and the versions of the installed packages.
     """
-    if step not in _IDENTITIES:
-        _IDENTITIES[step] = _identity(step)
-    return _IDENTITIES[step]
-
-
-def _identity(step: Step) -> str:
     programs = [step.other(name=name) for name in NAMES]
     c = with_settings(step.config, {"training.seed": 0, "data.seed": 0})
     if all(program.is_shared for program in programs):

@@ -24,7 +24,8 @@ class StepSpec:
         cross_entropy: (logits, targets) -> the loss of each target, in validation.
         optimizers: functions that update weights, by their name in optimizer.algorithm.
         init_state: (key, config, model) -> state.
-        make_training_step: (config, model) -> the jitted training step.
+        make_training_step: (config, model) -> the jitted training step. Runs of a sweep share one
+            that takes `numbers`, as the released one does.
         make_evaluation_step: (config, model, compiler options) -> the jitted evaluation step.
     """
 
