@@ -25,7 +25,6 @@ LONG = (
     "softmax of local heads",
     "a stage sums over p behind the types",
     "NVIDIA-NeMo/Automodel#1260",
-    "pytorch/torchtitan#4332",
 )
 """Edits of several configurations, of which the check rejects the first four."""
 

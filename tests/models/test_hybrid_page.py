@@ -5,8 +5,8 @@ import re
 import jax
 import pytest
 
-from shardwright.inspect.causality import check_causal
-from shardwright.inspect.soundness import find_unsound
+from shardwright.inspect.causality import find_leaks, small_program
+from shardwright.inspect.soundness import examine
 from shardwright.modeling.model import load_model
 from shardwright.sampling import cache
 from shardwright.tools.init.__main__ import TEMPLATE
@@ -39,7 +39,8 @@ def test_it_is_proved_causal_and_sampled_as_the_forward_pass(tmp_path):
     ):
         c = tiny.config(module.ModelConfig(**SIZES | {"layers": 2, "d_head": 4}), microbatches=2)
         step = tiny.step(c)
-        assert find_unsound(step) == []
-        assert check_causal(step) == ""
+        found, undecided, *_ = examine(step, ("training",))
+        assert (found, undecided) == ([], [])
+        assert find_leaks(small_program(step, "evaluation")) == []
         with jax.set_mesh(tiny.mesh("d=2 t=2")):
             cache.check_cache(tiny.forward_of(load_model(c.model), c.training), 24)

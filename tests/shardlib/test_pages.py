@@ -30,6 +30,8 @@ def names():
     with jax.set_mesh(None):  # restores the mesh before, also if the example fails halfway
         run("shardops", shardops.__doc__, found)
         assert dict(found["mesh"].shape) == {"d": 2, "t": 2}
+        mapped = found["typed_shard_map"]
+        found["typed_shard_map"] = lambda fn: jax.jit(mapped(fn))  # which compiles each once
         yield found
 
 

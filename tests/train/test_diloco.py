@@ -101,7 +101,7 @@ def assert_close(ours, theirs):
 
 @pytest.mark.long
 def test_replicas_train_by_themselves_and_meet():
-    found, (weights, own, losses) = trained("r=2 p=2 d=2"), by_hand()
+    found, (weights, own, losses) = trained("r=2 d=2"), by_hand()
     np.testing.assert_allclose([metrics.loss for _, metrics in found], losses, rtol=1e-5)
     for i in range(2):
         state, _ = found[2 * i + 1]

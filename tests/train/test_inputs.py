@@ -165,7 +165,7 @@ def losses(path, directory):
 
 
 @pytest.mark.long
-def test_the_validation_loss_of_a_run_depends_on_the_inputs(tmp_path, monkeypatch):
+def test_the_validation_loss_of_a_run_depends_on_the_inputs(tmp_path, monkeypatch, no_hashes):
     """Those of training: test_changing.py."""
     monkeypatch.setattr(train.Run, "check", lambda self: None)  # no proof, which takes longest
     write(tmp_path / "d", 2, 100)

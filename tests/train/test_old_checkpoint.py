@@ -23,7 +23,7 @@ run."""
 
 
 @pytest.mark.long
-def test_it_goes_on_as_it_would_have_then(tmp_path, monkeypatch):
+def test_it_goes_on_as_it_would_have_then(tmp_path, monkeypatch, no_hashes):
     monkeypatch.chdir(ROOT)  # its data is named from there
     monkeypatch.setattr(train.Run, "check", lambda self: None)  # no proof, which takes longest
     with tarfile.open(ROOT / "tests" / "data" / "checkpoint_of_3_steps.tar.xz") as archive:

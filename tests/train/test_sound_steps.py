@@ -65,7 +65,7 @@ def step_of(mesh: str, settings: dict, spec=None) -> Step:
 @pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
 def test_steps_compute_what_one_device_computes(name):
-    found, undecided, *_ = examine(step_of(*SETTINGS[name]))
+    found, undecided, *_ = examine(step_of(*SETTINGS[name]), ("training",))
     assert (found, undecided) == ([], [])
 
 

@@ -110,10 +110,9 @@ def test_loss_and_gradients_of_a_block_are_those_of_a_dense_computation(tmp_path
 # ---- a stack before the layers -------------------------------------------------------------------
 
 
-def trained(c, state, steps):
+def trained(c, step, state, steps):
     """The State after steps, and their losses."""
-    batch, step = tiny.place_batch(c), tiny.training_step(c)
-    losses = []
+    batch, losses = tiny.place_batch(c), []
     for i in steps:
         state, metrics = step(state, batch, np.int32(i))
         losses.append(float(metrics.loss))
@@ -125,10 +124,11 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     c = tiny.config(mixture(), microbatches=2)
     c.optimizer = dataclasses.replace(c.optimizer, algorithm="muon")
     with jax.set_mesh(tiny.mesh("one device")), Checkpointer(tmp_path) as checkpoints:
-        state, _ = trained(c, tiny.state(c), range(2))
+        step = tiny.training_step(c)
+        state, _ = trained(c, step, tiny.state(c), range(2))
         checkpoints.save(2, state, {}, {})
         checkpoints.wait()
-        _, expected = trained(c, state, range(2, 4))
+        _, expected = trained(c, step, state, range(2, 4))
     with jax.set_mesh(tiny.mesh("p=2 e=2 t=2")), Checkpointer(tmp_path) as checkpoints:
         fresh = jax.eval_shape(lambda: tiny.state(c))
         shardings = make_shardings(train.State[moe.Weights], like=fresh)
@@ -136,7 +136,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
         state = checkpoints.restore(2, like, orders={})
         spec = state.weights.dense.w_down.sharding.spec
         assert spec == P(None, "t", ("d", "e", "p"))
-        _, losses = trained(c, state, range(2, 4))
+        _, losses = trained(c, tiny.training_step(c), state, range(2, 4))
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
 
 

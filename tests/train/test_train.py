@@ -108,7 +108,7 @@ def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
 
 @pytest.mark.long
 def test_a_signal_saves_and_stops_and_the_run_goes_on_after_it(
-    unbroken, tmp_path, capsys, monkeypatch
+    unbroken, tmp_path, capsys, monkeypatch, no_hashes
 ):
     sent = []
     log = RunLog.log
