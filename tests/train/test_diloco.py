@@ -126,7 +126,9 @@ def traced(module, mesh: str, **training):
 @pytest.mark.long
 def test_it_is_right():
     with diloco() as module:
-        found, undecided, *_ = examine(traced(module, "r=2 p=2 d=2", eval_average="ema"))
+        # Some casts of 1f1b's backward passes in bf16 lose the line that they are of.
+        settings = {"eval_average": "ema", "compute_dtype": "bf16"}
+        found, undecided, *_ = examine(traced(module, "r=2 p=2 d=2", **settings))
     assert (found, undecided) == ([], [])
 
 
