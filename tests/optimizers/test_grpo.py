@@ -15,7 +15,6 @@ import train
 from shardlib.shardtypes import f32
 from shardwright.data.loader import DataConfig, make_loader
 from shardwright.optimizers.rates import inputs_of_loss
-from shardwright.program.config import PipelineConfig
 from tests.support import dense, tiny
 from tests.support.recipes import RECIPES, ROOT, module_of
 
@@ -104,22 +103,15 @@ def by_torch(logits, answers):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("mesh", "training"),
-    [
-        ("d=2 c=2 t=2", {"microbatches": 2, "loss_chunk": 8}),
-        ("p=2 d=2 t=2", {"microbatches": 2}),
-    ],
-)
-def test_loss_and_gradients_are_those_of_torch(answers, data, mesh, training):
-    c = config(data, **training)
-    c.pipeline = PipelineConfig(schedule="1f1b") if mesh.startswith("p") else c.pipeline
+def test_loss_and_gradients_are_those_of_torch(answers, data):
+    """Inputs of a loss in stages: the loss of pairs in tests/train/test_changing.py."""
+    c = config(data, microbatches=2, loss_chunk=8)
     host = loader(c).sequences(1, np.arange(tiny.BATCH))
 
     def per_device(w: train.Transformer, batch: train.Batch) -> tuple[f32[""], train.Transformer]:
         return tiny.loss_and_gradients(w, batch, c)
 
-    with jax.set_mesh(tiny.mesh(mesh)):
+    with jax.set_mesh(tiny.mesh("d=2 c=2 t=2")):
         w = tiny.weights(c.model)
         found = jax.tree.map(np.asarray, tiny.per_device(per_device)(w, loader(c).load(1)))
         w = jax.tree.map(np.asarray, w)
