@@ -352,8 +352,11 @@ def dropout_seeds(batch: Batch, step: i32[""], config: Config) -> u32["m B/b"] |
 @typed
 def loss_and_gradients(
     w: W, batch: Batch, seeds: u32["m B/b"] | None, config: Config, forward: Forward
-) -> tuple[f32[""], W, LayerMetrics | None]:
-    """Mean training loss per target plus auxiliary losses, its gradients, and LayerMetrics."""
+) -> tuple[f32[""], W, dict[str, Any]]:
+    """Mean training loss per target plus auxiliary losses, its gradients, and metrics of layers.
+
+    Of these it has those of each microbatch and of this device's layers, [m layers/p …].
+    """
     m = config.training.microbatches
     count = jnp.maximum(count_targets(batch), 1)  # without targets the loss is 0, not NaN
     loss = rates.loss_of(config.optimizer, LOSSES)
@@ -385,8 +388,7 @@ def loss_and_gradients(
             return jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32))
 
         zero = jnp.zeros_like(count, float), jax.tree.map(zeros, gathered)
-        (total, g), metrics = lax.scan(add, zero, (batch, seeds))
-        layers = LayerMetrics.of_microbatches(metrics, config.model.layers)
+        (total, g), layers = lax.scan(add, zero, (batch, seeds))
     (g,) = reduce(jax.tree.map(lambda g, w: g.astype(w.dtype), g, gathered))
     return total, g, layers
 
@@ -476,10 +478,12 @@ def update_state(
     config: Config,
     updates: object,
     schedule_step: f32[""] | None = None,
+    layers: dict[str, Any] | None = None,
 ) -> tuple[State[W], f32[""], f32[""]]:
     """Applies `g`. Returns the new State, the norm of `g` before clipping, and the rate.
 
-    `schedule_step` is where the learning rate's schedule is, if not at `step`.
+    `schedule_step` is where the learning rate's schedule is, if not at `step`. `layers` are the
+    metrics that loss_and_gradients returns, for optimizers of your own that take them.
     """
 
     def zero_if_frozen(update: rates.Update, g: jax.Array) -> jax.Array:
@@ -491,7 +495,7 @@ def update_state(
     at = step if schedule_step is None else schedule_step
     updates = rates.decayed(updates, at, config.optimizer)
     # Each changes the weights that `updates` assigns to it, and leaves the others.
-    for optimizer in rates.algorithms(config.optimizer, OPTIMIZERS).values():
+    for optimizer in rates.algorithms(config.optimizer, OPTIMIZERS, layers).values():
         state = optimizer(state, g, step, rate, config.optimizer, updates)
     return rates.averaged(state, step, config.training), norm, rate
 
@@ -552,9 +556,10 @@ def make_training_step(config: Config, model: LanguageModel):
         seeds = dropout_seeds(batch, step, c)
         loss, g, layers = loss_and_gradients(state.weights, batch, seeds, config, forward)
         g = checkpoint_name(g, "gradient")  # the name by which statistics find them
-        new, grad_norm, rate = update_state(state, g, step, c, updates, schedule_step)
+        new, grad_norm, rate = update_state(state, g, step, c, updates, schedule_step, layers)
         skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
+        layers = LayerMetrics.of_rows(layers, stages.placement_of(config, model).order)
         return state, Metrics(loss, grad_norm, rate, layers, skipped, count_targets(batch))
 
     return training_step

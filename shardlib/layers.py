@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from shardlib import jax_errors
+from shardlib import jax_errors, shardops
 from shardlib.describe import describe
 from shardlib.mesh import stage_axes
 from shardlib.op_checks import zeros_like_traced
@@ -24,9 +25,9 @@ class LayerAux:
     loss: jax.Array | None = None
     """A scalar that is added to the training loss as it is, so include any factor."""
     metrics: dict[str, jax.typing.ArrayLike] = dataclasses.field(default_factory=dict)
-    """Metrics of the layer for the log, by name: scalars or vectors. A vector is averaged over
-    microbatches, and the log shows its largest entry, so the load of the largest expert is that of
-    the whole batch."""
+    """Metrics of the layer for the log and for optimizers, by name: scalars or vectors. For the log
+    a vector is averaged over microbatches, and its largest entry is shown, so the load of the
+    largest expert is that of the whole batch."""
     place: OpName = dataclasses.field(
         default_factory=lambda: OpName(place_of_caller()), metadata={"static": True}
     )
@@ -77,30 +78,25 @@ class LayerMetrics:
     """Names of the metrics."""
 
     @classmethod
-    def of_rows(cls, metrics: dict[str, jax.Array], rows: jax.Array, layers: int) -> Any:
-        """Metrics of the layers in one device's rows, 0 for all other layers; None without metrics.
+    def of_rows(cls, metrics: dict[str, jax.Array], order: np.ndarray | None) -> Any:
+        """Metrics of all layers, averaged over microbatches; None without metrics.
 
-        `metrics` has a value or a vector for each row, and `rows` the index of its layer.
+        Args:
+            metrics: [m layers/p …], a value or a vector for each microbatch and each row that a
+                device of p has of the stack of layers.
+            order: the layer of each row; None: they are in order.
         """
         if not metrics:
             return None
         names = tuple(sorted(metrics))
 
         def take_largest(x: jax.Array) -> jax.Array:
-            return jnp.max(x.reshape(len(rows), -1), axis=1).astype(jnp.float32)
+            return jnp.max(jnp.mean(x, axis=0).reshape(x.shape[1], -1), axis=1).astype(jnp.float32)
 
-        of_rows = jnp.stack([take_largest(metrics[name]) for name in names])
-        values = jnp.zeros((len(names), layers), jnp.float32)
-        return cls(values.at[:, rows].add(of_rows), names)
-
-    @classmethod
-    def of_microbatches(cls, metrics: dict[str, jax.Array], layers: int) -> Any:
-        """Metrics of all layers, averaged over microbatches; None without metrics.
-
-        `metrics` has a value or a vector for each microbatch and layer.
-        """
-        means = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
-        return cls.of_rows(means, jnp.arange(layers), layers)
+        values = jnp.stack([take_largest(metrics[name]) for name in names])
+        spec = "_metric _layer/p -> _metric _layer"
+        values = shardops.all_gather(spec, values, replicated=True)
+        return cls(values if order is None else values[:, np.argsort(order)], names)
 
     def by_name(self) -> dict[str, jax.Array]:
         """Returns each metric as a vector over the layers."""

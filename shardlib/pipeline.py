@@ -24,7 +24,6 @@ from jax import lax
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.equations import axes_of, frames_of
 from shardlib.interpret import equations_in
-from shardlib.layers import LayerMetrics
 from shardlib.mesh import mesh_axes, on_mesh, pipeline_stage, stage_axes
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import ShardError, parse_shape
@@ -152,7 +151,7 @@ def run_schedule(
 
     Returns:
         The loss, a partial sum over p. The gradients, like `w`, in f32, or f64 for f64 weights. The
-        metrics of the layers, averaged over microbatches, a partial sum over p; or None.
+        metrics of the layers in this device's rows, [m layers/p …].
     """
     count = len(jax.tree.leaves(microbatches)[0])
     if count != (wanted := 1 + int(table.columns["forward_microbatch"].max())):
@@ -185,7 +184,8 @@ Carry = dict[str, Any]
     saved: what forwards keep for backwards, in slots.
     kept: what input halves keep for weights halves, in slots.
     sent: the results of the tick before, by the way they go.
-    loss, metrics: sums over the tasks so far.
+    loss: the sum over the tasks so far.
+    metrics: of the tasks so far, by microbatch and row.
     g_outer, g_stack: sums of gradients, of the weights outside of the layers and of the layers.
 """
 Entry = dict[str, jax.Array]
@@ -274,7 +274,7 @@ class _Executor:
 
         Returns the gradient of its input, and what `carry` then has of `_BACKWARD_SUMS`.
         """
-        i = entry["backward_chunk"]
+        i, k = entry["backward_chunk"], entry["backward_microbatch"]
         stack = self._chunk(self._w.layers, i)
         saved = _get(carry["saved"], entry["backward_residuals"])
         extra, metrics = self._stage_backward.results(saved)
@@ -287,8 +287,7 @@ class _Executor:
             dx, g = self._stage_backward.run_whole(stack, saved, dy)
             g_stack = self._add_to_chunk(g_stack, g, i)
         total = total if extra is None else total + extra
-        metrics = jax.tree.map(lambda x: x / self._count, metrics)
-        chunk = i * (self._placement.v > 1)
+        chunk = k * self._placement.v + i * (self._placement.v > 1)
         metrics = _add_part(carry["metrics"], metrics, chunk, self._placement.chunk_rows)
         return dx, g_stack, kept, total, metrics
 
@@ -461,8 +460,8 @@ class _Executor:
         }
 
     def _zeros_of_rows(self, x: Any) -> jax.Array:
-        """Zeros for the rows of all chunks, where `x` has those of one."""
-        rows = self._placement.v * self._placement.chunk_rows
+        """Zeros for all microbatches' rows of all chunks, where `x` has those of one."""
+        rows = self._count * self._placement.rows.shape[1]
         return _apart(jnp.zeros((rows, *x.shape[1:]), x.dtype))
 
     def results(self, carry: Carry) -> tuple:
@@ -470,9 +469,8 @@ class _Executor:
         total = _of_stages("+p", carry["loss"])
         if not self._training:
             return total, None, None
-        rows = self._placement.rows.size
-        metrics = LayerMetrics.of_rows(carry["metrics"], self._layer_ids, rows)
-        metrics = jax.tree.map(functools.partial(_of_stages, "_metric _layer +p"), metrics)
+        rows = self._count, self._placement.rows.shape[1]
+        metrics = jax.tree.map(lambda x: x.reshape(*rows, *x.shape[1:]), carry["metrics"])
         g = dataclasses.replace(self._w, layers=carry["g_stack"], **carry["g_outer"])
         return total, g, metrics
 

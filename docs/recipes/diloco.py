@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 import train as released
 from shardlib import shardops, shardtypes
+from shardlib.layers import LayerMetrics
 from shardlib.opaque import varying
 from shardlib.shardtypes import Array, Of, f32, i32, pytree_dataclass, typed, u32
 from shardwright.modeling.forward import Forward
@@ -105,10 +106,13 @@ def make_training_step(config: Config, model: LanguageModel):
     ) -> tuple[Of[Own], Metrics]:
         loss, g, layers = released.loss_and_gradients(state.weights, batch, seeds, config, forward)
         g = checkpoint_name(g, "gradient")  # the name by which statistics find them
-        new, grad_norm, rate = released.update_state(state, g, step, config, updates, schedule_step)
+        new, grad_norm, rate = released.update_state(
+            state, g, step, config, updates, schedule_step, layers
+        )
         skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
         count = released.count_targets(batch)
+        layers = LayerMetrics.of_rows(layers, None)
         return state, Metrics(loss, grad_norm, rate, layers, skipped, count)
 
     # The loader gives each device of r as many rows as another: those of its replicas, in order.

@@ -5,6 +5,7 @@ updated.
 import dataclasses
 import fnmatch
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -168,15 +169,19 @@ def has_nu(update: Update) -> bool:
     return update.algorithm == "adamw" or ":" in update.algorithm
 
 
-def algorithms(c: OptimizerConfig, known: Mapping[str, T]) -> dict[str, T]:
-    """The optimizers of `known`, and those that the settings name as module:function."""
+def algorithms(c: OptimizerConfig, known: Mapping[str, T], layers: Any = None) -> dict[str, T]:
+    """The optimizers of `known`, and those that the settings name as module:function.
+
+    Of the latter, one with an argument `layers=None` is given the metrics of the layers, `layers`.
+    """
     own: dict[str, Any] = {}
     for name in _names_of_algorithms(c):
         optimizer: Any = named("optimizer", name, known, TAKES["optimizer"])
 
         @functools.wraps(optimizer)
         def updated(state: Any, *others: Any, optimizer: Any = optimizer, name: str = name) -> Any:
-            new = optimizer(state, *others)
+            takes = "layers" in inspect.signature(optimizer).parameters
+            new = optimizer(state, *others, **({"layers": layers} if takes else {}))
             if type(new) is not type(state):
                 raise ShardError(
                     f"{name} returns {describe(new)}, not a State",

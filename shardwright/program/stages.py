@@ -110,17 +110,14 @@ def run(
         training: False runs only the forward pass.
 
     Returns:
-        The sum of the losses, its gradients, and the LayerMetrics. Without `training`, the sum
-        leaves out the auxiliary losses of layers, and gradients and metrics are None.
+        The sum of the losses, its gradients, and the metrics of this device's layers, by
+        microbatch. Without `training`, the sum leaves out the auxiliary losses of layers, and
+        gradients and metrics are None.
     """
     placement = placement_of(c, forward.model)
     orders = _orders(c, placement)
     table = tick_table(orders if training else forwards(orders))
     total, g, metrics = pipeline.run_schedule(Parts(forward, head), placement, table, w, batch)
-    if metrics is not None:
-        metrics = dataclasses.replace(
-            metrics, values=shardops.psum("_metric _layer +p -> _metric _layer", metrics.values)
-        )
     return shardops.psum("+p ->", total), g, metrics
 
 

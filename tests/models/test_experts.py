@@ -264,7 +264,8 @@ def test_microbatches_change_no_gradient_and_no_metric():
 def gradients_of(w, config, batch=None):
     def run(w: moe.Weights, batch: train.Batch) -> tuple[f32[""], moe.Weights, LayerMetrics]:
         forward = dataclasses.replace(tiny.forward(config), in_training=True)
-        return train.loss_and_gradients(w, batch, None, config, forward)
+        loss, g, layers = train.loss_and_gradients(w, batch, None, config, forward)
+        return loss, g, LayerMetrics.of_rows(layers, None)
 
     return jax.tree.map(np.asarray, tiny.per_device(run)(w, tiny.place_batch(config, batch)))
 

@@ -25,6 +25,7 @@ from shardwright.optimizers.rates import updates_of
 from shardwright.program.checkpoint import Checkpointer, named_leaves
 from shardwright.program.config import PipelineConfig
 from shardwright.program.resume import fresh_state
+from shardwright.program.stages import placement_of
 from tests.support import dense, tiny
 from tests.support.huggingface_models import export, read, to_run
 from tests.support.recipes import ROOT
@@ -65,7 +66,8 @@ def computed(c, mesh: str = SHARDED, batch=BATCH):
         def step(
             w: Of[Weights], batch: train.Batch
         ) -> tuple[f32[""], Of[Weights], LayerMetrics | None]:
-            return train.loss_and_gradients(w, batch, None, c, forward)
+            loss, g, layers = train.loss_and_gradients(w, batch, None, c, forward)
+            return loss, g, LayerMetrics.of_rows(layers, None)
 
         found = step(tiny.place(w, Weights), tiny.place_batch(c, batch))
     return w, *jax.tree.map(np.asarray, found)
@@ -281,6 +283,52 @@ def test_lion_is_optaxs():
         w = optax.apply_updates(w, change)
     for name, x in named_leaves(state.weights).items():
         np.testing.assert_allclose(x, named_leaves(w)[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def clipped(mesh: str, limit: float) -> tuple:
+    """w_q, w_k, and the metric of each layer, after a step of qk_clip in two microbatches."""
+    c = config("qk_clip", layers=4, microbatches=2)
+    own = GroupConfig("layers.w_[qk]", algorithm="qk_clip:muon_clip")
+    c.optimizer = tiny.optimizer(algorithm="muon", warmup_steps=0, groups=[own])
+    if mesh == STAGES:  # device 0 has layers 0 and 3
+        c.pipeline = PipelineConfig(schedule="zb_v", virtual_stages=2)
+    with jax.set_mesh(tiny.mesh(mesh)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("qk_clip"), "LIMIT", limit)
+        model = load_model(c.model)
+        order, w = placement_of(c, model).rows.reshape(-1), random_weights(model.table)
+        w = dataclasses.replace(w, layers=jax.tree.map(lambda x: x[order], w.layers))
+        state = dataclasses.replace(tiny.state(c), weights=tiny.place(w, train.Transformer))
+        state, metrics = tiny.training_step(c)(state, tiny.place_batch(c), np.int32(0))
+        if mesh == "r=2 d=2 t=2":
+            assert find_unsound(tiny.step(c)) == []
+        of = state.weights.layers
+        found = (np.asarray(x)[np.argsort(order)] for x in (of.w_q, of.w_k))
+        return *found, np.asarray(metrics.layers.by_name()["max_logit"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["r=2 d=2 t=2", SHARDED, STAGES])
+def test_qk_clip_scales_heads_by_the_largest_logit_of_the_batch(mesh):
+    """Muon's own update is that of tests/optimizers/test_muon.py."""
+    c, largest, document = config("qk_clip", layers=4), [], TOKENS[2]
+
+    def note(layer, scores, i, j):
+        seen = (document[:, :, None] == document[:, None]) & (i >= j)
+        largest.append(jnp.where(seen[:, None], scores, -jnp.inf).max((2, 3)))
+        return scores
+
+    dense.logits(random_weights(load_model(c.model).table), TOKENS, c.model, score=note)
+    of_rows = np.stack(largest)  # [layers, rows, heads]
+    of_heads = of_rows.max(1)
+    limit = float(np.median(of_heads))
+    w_q, w_k, _ = clipped("one device", 1e9)
+    factor = np.minimum(limit / of_heads, 1).reshape(4, 1, *w_q.shape[2:4], 1)
+    of_k = np.sqrt(factor.min(3))
+    new_q, new_k, metric = clipped(mesh, limit)
+    np.testing.assert_allclose(new_k, w_k * of_k, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(new_q, w_q * factor / of_k[:, :, :, None], rtol=1e-4, atol=1e-6)
+    means = of_rows.reshape(4, 2, -1, of_rows.shape[2]).max(2).mean(1).max(1)
+    np.testing.assert_allclose(metric, means, rtol=1e-5)
 
 
 # ---- a listener ----------------------------------------------------------------------------------

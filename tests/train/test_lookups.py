@@ -60,5 +60,4 @@ def test_a_step_scatters_nothing_and_fixes_layouts(as_on_a_gpu):
         step = str(tiny.training_step(c).trace(state, batch, np.int32(0)).jaxpr)
     assert "layout_constraint" in step
     assert "associative_scan" in step or "sort" in step
-    # The one writes the metrics of experts into a list of the layers.
-    assert len(re.findall(r"\bscatter[\w-]*\[", step)) == 1
+    assert not re.search(r"\bscatter[\w-]*\[", step)
