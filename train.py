@@ -301,9 +301,11 @@ def validation_loss(logits: act["B/b L/c V/t/p"], targets: Targets) -> f32["B/b 
 
 
 @typed
-def count_targets(batch: Batch) -> f32[""]:
-    """Number of targets in the whole batch that loss_mask selects."""
-    count = shardops.einsum_unreduced("m B/b L -> +b", jnp.float32(batch.loss_mask))
+def count_targets(batch: Batch, weights: f32["m B/b L"] | None = None) -> f32[""]:
+    """Number of targets in the whole batch that loss_mask selects, or the sum of their weights."""
+    counted = jnp.float32(batch.loss_mask)
+    counted = counted if weights is None else counted * weights
+    count = shardops.einsum_unreduced("m B/b L -> +b", counted)
     return shardops.psum("+b ->", count)
 
 
@@ -361,6 +363,9 @@ def loss_and_gradients(
     count = jnp.maximum(count_targets(batch), 1)  # without targets the loss is 0, not NaN
     loss = rates.loss_of(config.optimizer, LOSSES)
     forward = dataclasses.replace(forward, loss=loss, count=count, target_count=count / m)
+    if (weights := rates.weights_of_targets(config.optimizer, batch)) is not None:
+        total = count_targets(batch, weights)
+        forward = dataclasses.replace(forward, count=jnp.where(total > 0, total, 1))
     adds_up = stages.has_stages() or m > 1
 
     # Gradients are summed over microbatches before they are reduced over r. So the loss is

@@ -20,7 +20,7 @@ from shardlib.places import place_of
 from shardlib.planned import target_device
 from shardlib.shardtypes import f32, i32, u32
 from shardwright.data.checks import check_choice
-from shardwright.modeling.model import LanguageModel
+from shardwright.modeling.model import LanguageModel, Targets
 from shardwright.modeling.weights import Weight
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.scales import Scale, scales_of
@@ -224,18 +224,32 @@ def loss_of(c: OptimizerConfig, known: Mapping[str, Callable]) -> Callable:
     """The loss that training minimizes, as a function of logits and Targets."""
     chosen = named("loss", c.loss, known, TAKES["loss"])
     declared = tuple(inputs_of_loss(c).items())
+    weights = getattr(chosen, "weights", None)
 
     def loss(logits: Any, targets: Any) -> Any:
-        found = chosen(logits, dataclasses.replace(targets, declared=declared), c)
+        targets = dataclasses.replace(targets, declared=declared)
+        found = chosen(logits, targets, c)
         if getattr(found, "shape", ()) != targets.ids.shape:
             raise ShardError(
                 f"{c.loss} returns {describe(found)} for targets {describe(targets.ids)}",
                 "return the loss of each target, as training_loss in train.py does",
                 place=place_of(chosen),
             )
-        return found
+        return found if weights is None else found * targets.input(weights)
 
     return loss
+
+
+def weights_of_targets(c: OptimizerConfig, batch: Any) -> Any:
+    """Weights of the targets of a TokenBatch in the training loss, f32[… L].
+
+    They are the input that the attribute `weights` of a loss names. None: each counts as one.
+    """
+    loss = named("loss", c.loss, {}, TAKES["loss"]) if ":" in c.loss else None
+    if (name := getattr(loss, "weights", None)) is None:
+        return None
+    declared = tuple(inputs_of_loss(c).items())
+    return Targets(batch.targets, batch.loss_mask, batch.loss_inputs, declared=declared).input(name)
 
 
 def inputs_of_loss(c: OptimizerConfig) -> Mapping[str, Any]:

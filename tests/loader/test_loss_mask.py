@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.data.loader import DataConfig, StreamConfig, make_loader
+from shardwright.data.loader import DataConfig, make_loader
 
 pytestmark = pytest.mark.quick
 
@@ -70,14 +70,3 @@ def test_targets_are_the_answers(data, packed):
     plain = DataConfig(filespec=data.filespec)
     states = [make_loader(x, "train", 2, LENGTH).state(0) for x in (data, plain)]
     assert states[0] != states[1]
-
-
-def test_a_mask_that_is_not_there_is_refused(data):
-    absent = DataConfig(filespec=data.filespec, loss_mask="prompt")
-    stream = DataConfig(stream=StreamConfig(dataset="x"), loss_mask="answer")
-    for config, message in (
-        (absent, "input_prompt"),
-        (stream, "answer, but streams have no inputs"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make_loader(config, "train", 2, LENGTH)

@@ -156,7 +156,6 @@ def of_family(**changes) -> family.ModelConfig:
     [
         (of_family(norm_offset=True), {"d_model": 16}, "model.norm_offset multiplies by what no"),
         (tiny.model(), {"qk_norm": True}, "optimizer.base changes which weights the model has"),
-        (of_family(attention_scalar=4), {"d_model": 16}, "model.attention_scalar"),
     ],
 )
 def test_a_model_that_cannot_be_scaled_is_rejected(c, base, message):

@@ -3,6 +3,7 @@ the other parts of changing.md.
 """
 
 import dataclasses
+import functools
 import importlib
 import json
 import re
@@ -17,8 +18,8 @@ import zarr
 
 import train
 from shardlib.layers import LayerMetrics
-from shardlib.shardtypes import Of, f32, i32
-from shardwright.inspect.soundness import examine
+from shardlib.shardtypes import Of, f32, i32, u32
+from shardwright.inspect.soundness import examine, find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.optimizers.config import GroupConfig
 from shardwright.optimizers.rates import updates_of
@@ -181,8 +182,16 @@ def test_masked_diffusion_is_the_dense_one():
 
 
 @pytest.mark.long
-def test_multi_token_prediction_is_the_dense_one():
+def test_multi_token_prediction_is_the_dense_one(monkeypatch):
+    """Targets of the second head weigh 0.3."""
     c = config("multi_token_prediction", loss_chunk=4)
+    kind = type(load_model(c.model))
+
+    def weighted(*given, more=kind.more_predictions):
+        ((x, targets),) = more(*given)
+        return [(x, dataclasses.replace(targets, counted=0.3 * targets.counted))]
+
+    monkeypatch.setattr(kind, "more_predictions", weighted)
     w, loss, g, _ = computed(c, STAGES)
     *others, last = range(c.model.layers)
     mask, count = BATCH.loss_mask[:, 1:] & ~BATCH.is_seq_start[:, 1:], BATCH.loss_mask.sum()
@@ -195,7 +204,7 @@ def test_multi_token_prediction_is_the_dense_one():
     def expected(w):
         logs = jax.nn.log_softmax(of(w, [*others[:-1], last])[:, :-1])
         after = jnp.take_along_axis(logs, BATCH.targets[:, 1:, None].astype(np.int32), -1)[..., 0]
-        return dense.cross_entropy(of(w, others), BATCH) - jnp.sum(after * mask) / count
+        return dense.cross_entropy(of(w, others), BATCH) - 0.3 * jnp.sum(after * mask) / count
 
     assert_is(expected, w, loss, g)
 
@@ -204,16 +213,27 @@ def test_multi_token_prediction_is_the_dense_one():
 
 
 @pytest.mark.long
-def test_label_smoothing_is_optaxs():
+def test_label_smoothing_is_optaxs_with_weights_and_without(monkeypatch):
     c = config(loss="label_smoothing:loss")
     w, loss, g, _ = computed(c, STAGES)
     smoothed = optax.smooth_labels(jax.nn.one_hot(BATCH.targets, c.model.vocab), 0.1)
 
-    def expected(w):
+    def expected(weights, w):
         losses = optax.softmax_cross_entropy(dense.logits(w, TOKENS, c.model), smoothed)
-        return jnp.sum(losses * BATCH.loss_mask) / BATCH.loss_mask.sum()
+        return jnp.sum(losses * weights) / weights.sum()
 
-    assert_is(expected, w, loss, g)
+    assert_is(functools.partial(expected, BATCH.loss_mask), w, loss, g)
+    of_loss = importlib.import_module("label_smoothing").loss
+    monkeypatch.setattr(of_loss, "inputs", {"kind": u32, "weight": f32}, raising=False)
+    monkeypatch.setattr(of_loss, "weights", "weight", raising=False)
+    # Rows weigh differently, so that no mean of means over devices or microbatches is right.
+    weights = np.random.default_rng(2).random(BATCH.targets.shape, np.float32) - 0.3
+    weights = np.maximum(weights, 0) * np.arange(len(weights), dtype=np.float32)[:, None]
+    batch = dataclasses.replace(BATCH, loss_inputs=np.stack([KIND, weights.view(np.uint32)], -1))
+    for mesh, chunk in ((STAGES, None), (SHARDED, 4)):
+        c.training.loss_chunk = chunk
+        _, loss, g, _ = computed(c, mesh, batch)
+        assert_is(functools.partial(expected, weights * BATCH.loss_mask), w, loss, g)
 
 
 def pair_sums(logits):
