@@ -15,8 +15,10 @@ from typing import Any
 from shardlib.parsing import did_you_mean
 from shardwright.data.checks import CHANGING, marked
 from shardwright.data.loader import DataConfig, Loader, batch_of, make_loader, steps_for
+from shardwright.modeling.model import load_model
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import inputs_of_loss
+from shardwright.program.checkpoint import named_leaves
 from shardwright.program.config import Config, TrainingConfig
 from shardwright.program.differences import flat
 from shardwright.settings.settings import made
@@ -33,8 +35,12 @@ run."""
 
 
 def may_change(name: str) -> bool:
-    """Returns True if a setting may change during a run."""
-    return name in MAY_CHANGE or name.startswith("data.mixture.")
+    """Returns True if a setting may change during a run.
+
+    A setting of the model also has to leave its weights as they are: see check_changes.
+    """
+    of_model = name.startswith("model.") and name != "model.module"
+    return of_model or name in MAY_CHANGE or name.startswith("data.mixture.")
 
 
 def firsts(config: Any) -> list[int]:
@@ -77,7 +83,7 @@ def config_at(c: Config, step: int) -> Any:
         return c
     found = settings_at(dataclasses.asdict(c), step)
     sections = {}
-    for name in ("data", "optimizer", "training"):
+    for name in ("data", "model", "optimizer", "training"):
         sections[name] = made(type(getattr(c, name)), found[name], name)
     return dataclasses.replace(c, **sections)
 
@@ -114,9 +120,25 @@ def check_changes(c: Config, check: Callable[[Any], None]) -> None:
         )
     for first in firsts(c)[1:]:
         try:
-            check(config_at(c, first))
+            check(changed := config_at(c, first))
+            check_weights(c.model, changed.model)
         except ValueError as error:
             raise ValueError(f"training.changes, after step {first}: {error}") from None
+
+
+def check_weights(before: Any, now: Any) -> None:
+    """Raises ValueError if models of these settings have weights of other names or shapes."""
+    if before == now:
+        return
+    tables = [load_model(settings).table for settings in (before, now)]
+    old, new = ({n: w.shape for n, w in named_leaves(table).items()} for table in tables)
+    if differing := [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]:
+        first = differing[0]
+        raise ValueError(
+            f"the shape of {first} would be {new.get(first)}, not {old.get(first)}. A setting that "
+            "decides weights may not change during a run: start another run from this one's "
+            "weights (training.init_from, training.init_from_missing=fresh)."
+        )
 
 
 def described_change(c: Config, first: int) -> str:

@@ -209,7 +209,8 @@ def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
                 (".".join(name.split(".")[:2]) for name in names if may_change(name)), None
             )
             instead = (
-                f" To change {changed} from step {done} on, add it to training.changes."
+                f" To change {changed} from step {done} on, add it to training.changes"
+                f"{', if all weights keep their shapes' * changed.startswith('model.')}."
                 if changed
                 else ""
             )

@@ -372,8 +372,10 @@ def trace_step(
     Step.other makes variants of it.
 
     `name` and `kernels_as_calls` are as in Step. `spec` has the parts of the training program;
-    None: that of `load_spec`.
+    None: that of `load_spec`. A `model` of other settings, which training.changes changed, is made
+    again.
     """
+    model = model if model.config == c.model else load_model(c.model)
     mesh = mesh or jax.sharding.get_mesh()
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
     return Step(c, model, mesh, spec or load_spec(), name, kernels_as_calls)

@@ -129,7 +129,7 @@ class Run:
                 f"{load_spec().module}: define SPEC, train and main in one file, as the released "
                 "train.py does."
             )
-        self.whole, self.model, self.spec = c, model, spec
+        self.whole, self.spec = c, spec
         self.config = config_at(c, 0)
         if not is_sweep():
             _SHARED.clear()  # the source may have changed since
@@ -164,6 +164,11 @@ class Run:
         self._cleanup.__exit__(*exc_info)
 
     # ---- settings and data of a step -------------------------------------------------------------
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model of the current settings."""
+        return self.step.model
 
     def _be_at(self, step: int) -> None:
         """Switches to the settings of a step."""

@@ -69,6 +69,7 @@ class Session:
         self.config = config_at(self._whole, self.step)
         self._program = None
         self.traced = trace_step(self.config, self.model)
+        self.model = self.traced.model
         self.loader = loader_at(self._whole, self.step, inputs_of(self.model), state)
 
     def without_stages(self) -> StepWithoutStages:
