@@ -98,20 +98,16 @@ class ModelConfig(moe.ModelConfig):
 
     @property
     def state_flops(self) -> float:
-        """FLOPs per token of three matmuls with the matrix of each head: what it has for a key, the
-        write, the query.
-
-        Those among the positions of a chunk do not count, because they depend on `chunk`.
+        """FLOPs per token of the matmuls of in_chunks, in chunks of `chunk` positions: a triangle
+        counts like a square, as it is computed.
         """
-        return (
-            6
-            * self.layers
-            * self.deltas
-            * self.key_heads
-            * self.values_per_key
-            * self.d_key
-            * self.d_value
-        )
+        n, keys, values = self.chunk, self.d_key, self.d_value
+        with_state = 6 * keys * values
+        of_values = 2 * n * values + 2 * n * (keys + values)
+        inverse = 4 * n**2 * (n - 1).bit_length()  # rounds of solve_unit_lower
+        of_keys = 4 * n * keys
+        heads = self.layers * self.deltas * self.key_heads
+        return heads * (self.values_per_key * (with_state + of_values + inverse) + of_keys)
 
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other."""

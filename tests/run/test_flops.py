@@ -7,7 +7,7 @@ import pytest
 
 from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.model import load_model
-from shardwright.models import family, moe
+from shardwright.models import delta, family, moe
 from shardwright.program import flops
 from shardwright.program.flops import flops_of_model, peak_flops
 
@@ -61,6 +61,20 @@ def test_windows_leave_pairs_out(c, full, ratio):
     found = flops_of_model(model.table, c, np.mean([rule.attended(length) for rule in rules]))
     assert found == pytest.approx(by_hand(pairs), rel=2e-4)  # norms, biases and sinks
     assert flops_of_model(model.table, c, seen[0]) / found == pytest.approx(ratio, abs=0.005)
+
+
+def test_the_delta_rule_counts_what_xla_lowers():
+    """In one chunk, since XLA counts the body of a loop once."""
+    c = delta.ModelConfig(
+        vocab=8, d_model=8, layers=1, n_kv=1, n_q_per_kv=1, d_head=2, d_ff=8, experts=1, experts_per_token=1,
+        deltas=1, key_heads=2, values_per_key=3, d_key=512, d_value=384, chunk=64,
+    )  # fmt: skip
+    k = jnp.zeros((1, c.chunk, c.key_heads, c.d_key))
+    g = jnp.zeros((*k.shape[:3], c.values_per_key))
+    v = jnp.zeros((*g.shape, c.d_value))
+    of_chunk = jax.jit(lambda *x: delta.in_chunks(*x, most=c.chunk))
+    found = of_chunk.lower(k, k, v, g, g, jnp.zeros((1, c.chunk), int)).cost_analysis()["flops"]
+    assert found / c.chunk == pytest.approx(c.state_flops, rel=0.02)
 
 
 def test_a_cpu_has_no_mfu():
