@@ -27,6 +27,7 @@ from jax import lax
 from shardlib import shardops
 from shardlib.layers import LayerAux
 from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
+from shardlib.zigzag import permuted
 from shardwright.data.checks import TUNABLE, within
 from shardwright.jax_extra import save_for_backward, solve_unit_lower
 from shardwright.modeling.attention import Attention
@@ -214,13 +215,22 @@ def convolved(
     return [q, k, part("R/t U W", weights[2], 2 * c.d_key, c.values_per_key, c.d_value)]
 
 
-def in_chunks(q, k, v, beta, g, document, most: int) -> jax.Array:
+def from_slice_before(x: jax.Array) -> jax.Array:
+    """What the device with the positions before has; the first one gets zeros. Per-device code."""
+    if (n := shardops.axis_size("c")) == 1:
+        return jnp.zeros_like(x)
+    sent = permuted(x, "c", [(i, (i + 1) % n) for i in range(n)])
+    return jnp.where(shardops.axis_index("c") > 0, sent, 0)
+
+
+def in_chunks(q, k, v, beta, g, document, most: int, in_slices: bool = False) -> jax.Array:
     """The gated delta rule of all positions of documents, f32[B, L, R, U, W], in chunks of at most
     so many positions.
 
     A chunk's writes depend on each other through the products of its keys, a triangle of equations
     (arXiv 2406.06484). What they read of earlier chunks is in a matrix, which passes from chunk to
-    chunk.
+    chunk, and from device to device of c: a slice's last matrix is linear in its first one, so all
+    devices compute these functions at once, and only the matrices pass from one to the next.
 
     Args:
         q: queries [B, L, R, X].
@@ -230,6 +240,7 @@ def in_chunks(q, k, v, beta, g, document, most: int) -> jax.Array:
         g: logarithm of what is kept before, like it.
         document: index of the document of each position [B, L].
         most: largest number of positions in a chunk.
+        in_slices: True if L is sharded over c.
     """
     size = math.gcd(q.shape[1], most)
 
@@ -248,7 +259,8 @@ def in_chunks(q, k, v, beta, g, document, most: int) -> jax.Array:
     rows = jnp.moveaxis(beta, 2, -1)[..., None] * products * decay
     rows = jnp.tril(rows, -1) + jnp.eye(size)
     # The matrix is that of the last document before: those that begin later do not read it.
-    before = jnp.concatenate([document[:1, :, 0], document[:-1, :, -1]])
+    first = from_slice_before(document[-1:, :, -1]) if in_slices else document[:1, :, 0]
+    before = jnp.concatenate([first, document[:-1, :, -1]])
     goes_on = (document == before[..., None])[..., None, None]
     from_before = jnp.where(goes_on, jnp.exp(kept), 0)
     given = (
@@ -270,7 +282,16 @@ def in_chunks(q, k, v, beta, g, document, most: int) -> jax.Array:
         return state, out
 
     start = jnp.zeros_like(k[0, :, 0, :, None, :, None] * v[0, :, 0, :, :, None, :])
-    _, out = lax.scan(chunk, start, (q, k, from_before, attended, written, read, to_end, left))
+    turns = [q, k, from_before, attended, written, read, to_end, left]
+    if in_slices:
+        same = jnp.zeros_like(start[..., :1]) + jnp.eye(k.shape[-1])
+        wide = jnp.pad(written, [(0, 0)] * (written.ndim - 1) + [(0, k.shape[-1])])
+        begun = jnp.concatenate([start, same], axis=-1)
+        end, _ = lax.scan(chunk, begun, (*turns[:4], wide, *turns[5:]))
+        own, matrix = jnp.split(end, [v.shape[-1]], axis=-1)
+        for _ in range(shardops.axis_size("c") - 1):
+            start = from_slice_before(own + jnp.einsum("bjuxy,bjuyw->bjuxw", matrix, start))
+    _, out = lax.scan(chunk, start, tuple(turns))
     return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])
 
 
@@ -330,11 +351,6 @@ class Model(moe.Model):
     ) -> act["B/b L/c/t M"]:
         """Output of the delta net of a layer, whose state has this name."""
         c = self.config
-        if (devices := shardops.axis_size("c")) > 1:
-            raise ValueError(
-                f"mesh.c is {devices}, but a delta net needs all positions of a sequence on one "
-                f"device; set mesh.c=1, and more of mesh.d or mesh.t."
-            )
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.attention_norm))
         w_in = shardops.all_gather("M/fsdp R/t Z -> M R/t Z", w.w_in)
         made = save_for_backward(shardops.matmul("B/b L/c M, M R/t Z -> B/b L/c R/t Z", nx, w_in))
@@ -356,12 +372,18 @@ class Model(moe.Model):
         inputs_of = functools.partial(convolved, c, (conv_q, conv_k, conv_v))
 
         def whole(mixed: jax.Array, beta: jax.Array, g: jax.Array) -> jax.Array:
+            taps, length = c.taps_before, mixed.shape[1]
+            padded = jnp.pad(mixed, ((0, 0), (taps, 0), (0, 0), (0, 0)))
+            for _ in range(math.ceil(taps / length)):
+                padded = jnp.concatenate([from_slice_before(padded[:, -taps:]), mixed], axis=1)
+
             def before(n: int) -> jax.Array:
-                moved = jnp.pad(mixed[:, : mixed.shape[1] - n], ((0, 0), (n, 0), (0, 0), (0, 0)))
+                moved = padded[:, taps - n : taps - n + length]
                 return jnp.where((tokens.positions >= n)[..., None, None], moved, 0)
 
             q, k, v = inputs_of(before, "B/b L/c")
-            return in_chunks(q, k, v, beta, g, tokens.document, c.chunk)
+            in_slices = shardops.axis_size("c") > 1
+            return in_chunks(q, k, v, beta, g, tokens.document, c.chunk, in_slices)
 
         def step(
             state: DeltaState, mixed: jax.Array, beta: jax.Array, g: jax.Array

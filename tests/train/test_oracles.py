@@ -59,6 +59,8 @@ ROWS = [
     row("GptOss", C2, context="ring", attention_block=5, **LAYER, gpu=True),
     row("DeepseekV3", "p=2 e=2 t=2", **STEP, model=UNMOVED),
     row("Qwen3Next", "e=2 d=2 t=2", model=POOLS | {"chunk": 4}, save="offload"),
+    row("Qwen3Next", "c=2 d=2 t=2", model={"chunk": 4}, **LAYER),
+    row("Qwen3Next", "c=8", model={"chunk": 1}, unroll=None),
 ]
 
 
