@@ -16,7 +16,7 @@ from shardlib.layers import split_aux
 from shardlib.mesh import mesh_axes, pipeline_stage, stage_axes
 from shardlib.opaque import varying
 from shardlib.shardtypes import Of, f32, typed_shard_map, u32
-from shardwright.data.loader import TokenBatch, batch_shapes
+from shardwright.data.loader import TokenBatch, batch_shapes, widths_of
 from shardwright.modeling import context
 from shardwright.modeling.attention import Attention
 from shardwright.modeling.attention_paths import choose
@@ -116,7 +116,7 @@ def calls_of(forward: Forward, length: int, sequences: int = 1) -> list[Call]:
     rows = max(sequences, shardops.axis_size("r d e"))
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
-        batch_shapes(rows, length, 1, len(inputs_of(model))),
+        batch_shapes(rows, length, 1, sum(widths_of(inputs_of(model)).values())),
     )
     seeds = (
         jax.ShapeDtypeStruct((rows,), jnp.uint32) if getattr(model.config, "dropout", 0) else None

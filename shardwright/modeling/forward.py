@@ -25,6 +25,7 @@ from shardwright.modeling.model import (
     Targets,
     Tokens,
     checked_logits,
+    inputs_of,
     period_of,
 )
 from shardwright.modeling.weights import (
@@ -72,9 +73,9 @@ class Forward:
         counted = None
         if self.target_count is not None:
             counted = shardops.shard("B/b L -> B/b L/c", batch.loss_mask)
-        return dataclasses.replace(
-            tokens, training=self.in_training, counted=counted, target_count=self.target_count
-        )
+        declared = tuple(inputs_of(self.model).items())
+        of_step = {"training": self.in_training, "counted": counted, "declared": declared}
+        return dataclasses.replace(tokens, target_count=self.target_count, **of_step)
 
     def attention(self, tokens: Tokens) -> Attention:
         """Attention within `tokens`, by training.attention and training.context."""

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Protocol, Self
 
@@ -23,7 +23,8 @@ from shardlib import shardops
 from shardlib.array_types import arrays_in
 from shardlib.mesh import devices_along, mesh_axes
 from shardlib.parsing import did_you_mean
-from shardlib.shardtypes import Scope, bool_, f32, i32, pytree_dataclass, typed, u32
+from shardlib.shardtypes import ArrayType, Scope, bool_, f32, i32, pytree_dataclass, typed, u32
+from shardwright.data.loader import is_input, widths_of
 from shardwright.modeling.masks import Positions
 from shardwright.modeling.state import types_of
 from shardwright.modeling.training import training_module
@@ -68,8 +69,10 @@ class Tokens:
     index_in_period: int = dataclasses.field(default=0, metadata={"static": True})
     """Index of the layer in its period, in [0, Model.period)."""
     inputs: u32["B/b L/c inputs"] | None = None
-    """Further values of each token in the dataset, in the order of Model.inputs; 0 where the id is
-    the `bos_id` before a document. None if the model reads none."""
+    """Further values of each token in the dataset, in the order of Model.inputs, by `input`; 0
+    where the id is the `bos_id` before a document. None if the model reads none."""
+    declared: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), metadata={"static": True})
+    """Names and types of `inputs`: the attribute `inputs` of the model."""
     whole: bool = dataclasses.field(default=False, metadata={"static": True})
     """True if each sequence is one document, without a document mask."""
     training: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -79,6 +82,13 @@ class Tokens:
     target_count: f32[""] | None = None
     """Number of targets that count in a microbatch, averaged over the step. A loss or metric of a
     layer divides its sum by it. None: all targets of this microbatch."""
+
+    def input(self, name: str) -> jax.Array:
+        """The input `name` of each token, [B/b L/c], or [B/b L/c k] if it has k values, of the
+        dtype that the model declares.
+        """
+        remedy = f'Declare it: Model.inputs = {{"{name}": f32["6"]}}.'
+        return _input(self, name, "the model", remedy)
 
     @property
     def row_positions(self) -> jax.Array:
@@ -171,20 +181,12 @@ class Targets:
     over targets multiplies by it. None in validation, and with training.loss_chunk, by which a loss
     sees a part of each sequence."""
     declared: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), metadata={"static": True})
-    """Names and dtypes of `inputs`: the attribute `inputs` of the loss."""
+    """Names and types of `inputs`: the attribute `inputs` of the loss."""
 
     def input(self, name: str) -> jax.Array:
-        """The value `name` of each target, [B/b L/c], of the dtype that the loss declares."""
-        names = [known for known, _ in self.declared]
-        if self.inputs is None or name not in names:
-            raise ValueError(
-                f"{name!r} is not an input of the loss, which has {', '.join(names) or 'none'}. "
-                "Declare it after the "
-                f'loss of optimizer.loss=my_file:my_loss, my_loss.inputs = {{"{name}": f32}}. '
-                f"Validation has none."
-            )
-        at = names.index(name)
-        return lax.bitcast_convert_type(self.inputs[..., at], self.declared[at][1].dtype)
+        """The input `name` of each target, as Tokens.input, of the dtype that the loss declares."""
+        remedy = "Declare it after the loss of optimizer.loss=my_file:my_loss, my_loss.inputs = "
+        return _input(self, name, "the loss", f'{remedy}{{"{name}": f32}}. Validation has none.')
 
     @classmethod
     def of(cls, batch: Any) -> Self:
@@ -196,6 +198,20 @@ class Targets:
         return cls(own(batch.targets), own(batch.loss_mask), inputs)
 
 
+def _input(values: Tokens | Targets, name: str, reader: str, remedy: str) -> jax.Array:
+    """The values of an input among those of all of them. Raises ValueError if there is none."""
+    kinds = dict(values.declared)
+    if values.inputs is None or name not in kinds:
+        has = f"which has {', '.join(kinds) or 'none'}"
+        raise ValueError(f"{name!r} is not an input of {reader}, {has}. {remedy}")
+    sizes = widths_of(kinds)
+    end = list(itertools.accumulate(sizes.values()))[list(kinds).index(name)]
+    found = values.inputs[..., end - sizes[name] : end]
+    if isinstance(kind := kinds[name], ArrayType):
+        return lax.bitcast_convert_type(found, kind.jax_dtype)
+    return lax.bitcast_convert_type(found[..., 0], kind.dtype)
+
+
 class LanguageModel(Protocol):
     """The parts of a model. `Model(config)` creates one from its ModelConfig.
 
@@ -204,13 +220,13 @@ class LanguageModel(Protocol):
     A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may
     set `shared` for all of them. `period` is the number of layers after which their pattern
     repeats, 1 if all are alike; `tokens.index_in_period` is the index of a layer in its period.
-    `inputs` names further values of each token in the dataset (docs/formats.md), which the model
-    finds in `tokens.inputs`. `hidden(x)` declares, from the output of the last layer, the targets
-    that the model predicts without reading them: the weight of each in the loss, f32['B/b L/c'],
-    and 0 for the others. `more_predictions(x, batch)` returns what else the training loss predicts,
-    as pairs of what `logits` reads and Targets. `State` is the pytree_dataclass of what a layer
-    keeps of each text while text is sampled, beside or instead of keys and values
-    (modeling/state.py).
+    `inputs` declares further values of each token in the dataset (docs/formats.md): names, or a
+    dict with their types, such as f32["6"], which `tokens.input(name)` returns. `hidden(x)`
+    declares, from the output of the last layer, the targets that the model predicts without reading
+    them: the weight of each in the loss, f32['B/b L/c'], and 0 for the others.
+    `more_predictions(x, batch)` returns what else the training loss predicts, as pairs of what
+    `logits` reads and Targets. `State` is the pytree_dataclass of what a layer keeps of each text
+    while text is sampled, beside or instead of keys and values (modeling/state.py).
     """
 
     config: Any
@@ -250,11 +266,12 @@ def period_of(model: LanguageModel) -> int:
     return getattr(model, "period", 1)
 
 
-def inputs_of(model: LanguageModel) -> tuple[str, ...]:
-    """Names of the further values of each token that the model reads from a dataset; usually
-    none.
+def inputs_of(model: LanguageModel) -> dict[str, Any]:
+    """Names and types of the further values of each token that the model reads from a dataset;
+    usually none.
     """
-    return tuple(getattr(model, "inputs", ()))
+    inputs = getattr(model, "inputs", ())
+    return dict(inputs) if isinstance(inputs, Mapping) else dict.fromkeys(inputs, u32)
 
 
 SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "check")
@@ -318,10 +335,11 @@ def load_model(c: Any) -> LanguageModel:
     """
     kind = module_of(c.module).Model
     model = kind(c)
-    if not isinstance(inputs := getattr(model, "inputs", ()), tuple | list):
-        raise _refusal(
-            c.module, f"whose Model has inputs {inputs!r}; it must be a tuple of names: ('kind',)"
-        )
+    inputs = getattr(model, "inputs", ())
+    are_types = all(map(is_input, inputs.values() if isinstance(inputs, dict) else ()))
+    if not isinstance(inputs, tuple | list | dict) or not are_types:
+        wanted = """a tuple of names: ('kind',), or a dict of types: {"pose": f32["6"]}"""
+        raise _refusal(c.module, f"whose Model has inputs {inputs!r}; it must be {wanted}")
     if not isinstance(table := getattr(model, "table", None), kind.Weights):
         raise _refusal(
             c.module,

@@ -18,8 +18,9 @@ from shardlib.describe import describe
 from shardlib.parsing import ShardError, did_you_mean, named
 from shardlib.places import place_of
 from shardlib.planned import target_device
-from shardlib.shardtypes import f32, i32, u32
+from shardlib.shardtypes import f32, i32
 from shardwright.data.checks import check_choice
+from shardwright.data.loader import is_input
 from shardwright.modeling.model import LanguageModel, Targets
 from shardwright.modeling.weights import Weight
 from shardwright.optimizers.config import OptimizerConfig
@@ -253,17 +254,17 @@ def weights_of_targets(c: OptimizerConfig, batch: Any) -> Any:
 
 
 def inputs_of_loss(c: OptimizerConfig) -> Mapping[str, Any]:
-    """Inputs of the dataset that a loss in the user's own file reads, with their dtypes: its
+    """Inputs of the dataset that a loss in the user's own file reads, with their types: its
     attribute `inputs`.
     """
     inputs = (
         getattr(named("loss", c.loss, {}, TAKES["loss"]), "inputs", {}) if ":" in c.loss else {}
     )
-    if not isinstance(inputs, Mapping) or not all(kind in (f32, u32) for kind in inputs.values()):
+    if not isinstance(inputs, Mapping) or not all(map(is_input, inputs.values())):
         raise ValueError(
             f"optimizer.loss is {c.loss}, whose inputs are {inputs!r}; they must be a dict of "
             "names and dtypes, f32 or "
-            'u32 of shardlib.shardtypes: {"advantage": f32}'
+            'u32 of shardlib.shardtypes, or k of them: {"advantage": f32, "pose": f32["6"]}'
         )
     return inputs
 

@@ -196,13 +196,13 @@ def total_steps(c: Config, loader: Loader) -> int:
 
 
 def loader_at(
-    c: Config, step: int, inputs: Sequence[str] = (), state: Mapping[str, Any] | None = None
+    c: Config, step: int, inputs: Mapping[str, Any] = {}, state: Mapping[str, Any] | None = None
 ) -> Loader:
     """Makes the loader for the training batch of a step.
 
     It continues in the data where the phase before ended.
 
-    `inputs` are the names of the model's inputs other than tokens. `state` is the loader state in
+    `inputs` are the types of the model's inputs other than tokens. `state` is the loader state in
     the checkpoint of `step`, if the run resumes there. Raises ValueError as make_loader does.
     """
     settings = [(first, config_at(c, first)) for first in firsts(c) if first <= step]
@@ -218,7 +218,7 @@ def loader_at(
     for first, now in phases:
         t = now.training
         begin = batch_of(first, c.data.skip_steps)
-        options = {"inputs": inputs, "loss_inputs": tuple(inputs_of_loss(now.optimizer))}
+        options = {"inputs": inputs, "loss_inputs": inputs_of_loss(now.optimizer)}
         options |= {"microbatches": t.microbatches, "state": state if first == saved else None}
         if loader:
             options |= {"after": loader, "first": begin}

@@ -19,7 +19,7 @@ from shardlib.shardtypes import Of, f32, pytree_dataclass, typed_shard_map, u32
 from shardlib.tracing import tracing
 from shardwright.axes import AXES, axes_of_mesh
 from shardwright.cluster.devices import explicit_mesh
-from shardwright.data.loader import TokenBatch, batch_shapes
+from shardwright.data.loader import TokenBatch, batch_shapes, widths_of
 from shardwright.modeling.attention import expect_einsum
 from shardwright.modeling.attention_calls import Call, calls_of
 from shardwright.modeling.forward import Forward
@@ -197,8 +197,8 @@ class Step:
         )
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the model's inputs other than tokens."""
+    def inputs(self) -> dict[str, Any]:
+        """Names and types of the model's inputs other than tokens."""
         return inputs_of(self.model)
 
     @property
@@ -226,7 +226,8 @@ class Step:
         """Returns the shapes of its batch. Its mesh must be the current one."""
         t = self.config.training
         of_loss = inputs_of_loss(self.config.optimizer) if self.forward.in_training else ()
-        return batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self.inputs), len(of_loss))
+        counts = (sum(widths_of(inputs).values()) for inputs in (self.inputs, of_loss))
+        return batch_shapes(t.batch_size, t.seq_len, t.microbatches, *counts)
 
     @property
     def state(self) -> Any:

@@ -13,9 +13,10 @@ import pytest
 import zarr
 
 import train
+from shardlib.shardtypes import f32, u32
 from shardwright.data import flat_tokens
 from shardwright.data.loader import DataConfig, make_loader
-from shardwright.modeling.model import load_model
+from shardwright.modeling.model import Tokens, load_model
 from tests.support import tiny
 from tests.support.losses_of_runs import losses as losses_of
 from tests.support.numpy_checks import check_modules
@@ -28,7 +29,7 @@ SEQ_LEN, KINDS = 10, 8
 
 
 def write(path, seed=0, documents=60, split="train"):
-    """`(path, ids, values)` of a split, with two inputs: a kind below KINDS, and a float's bits."""
+    """`(path, ids, values)` of a split, with inputs: a kind below KINDS, a float's bits, 3 floats."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 30, documents)
     ids = rng.permutation(int(lengths.sum())) + 1
@@ -38,7 +39,9 @@ def write(path, seed=0, documents=60, split="train"):
     weight = rng.random(ids.size, np.float32).view(np.uint32)
     flat_tokens.add_input(str(path), split, "kind", kind)
     flat_tokens.add_input(str(path), split, "weight", weight)
-    return str(path), ids, np.stack([kind, weight], axis=-1)
+    pose = rng.random((ids.size, 3), np.float32)
+    flat_tokens.add_input(str(path), split, "pose", pose)
+    return str(path), ids, np.column_stack([kind, weight, pose.view(np.uint32)])
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +120,8 @@ def test_a_damaged_one_is_refused(tmp_path, small_shards, damage, message):
     with pytest.raises(ValueError, match=message):
         make_loader(c, "train", 4, SEQ_LEN, inputs=("weight", "kind"))
     make_loader(c, "train", 4, SEQ_LEN, inputs=("weight",)).sequences(0, np.arange(4))
+    with pytest.raises(ValueError, match=r"input_pose has 3 values per token, but 4 are read"):
+        make_loader(c, "train", 4, SEQ_LEN, inputs={"pose": f32["4"]})
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -124,15 +129,18 @@ def test_a_damaged_one_is_refused(tmp_path, small_shards, damage, message):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("names", "packing", "shuffled"),
-    [(("kind",), True, True), (("weight", "kind"), False, True), (("weight", "kind"), True, False)],
+    ("names", "columns", "packing", "shuffled"),
+    [
+        (("kind",), [0], True, True),
+        ({"weight": f32, "pose": f32["3"]}, [1, 2, 3, 4], False, True),
+        ({"pose": f32["3"], "kind": u32}, [2, 3, 4, 0], True, False),
+    ],
 )
-def test_rows_have_the_values_of_their_tokens(dataset, names, packing, shuffled):
+def test_rows_have_the_values_of_their_tokens(dataset, names, columns, packing, shuffled):
     """No two tokens are equal, so each tells its place."""
     path, ids, values = dataset
     place = np.zeros(ids.max() + 1, np.int64)
     place[ids] = np.arange(ids.size)
-    columns = [("kind", "weight").index(name) for name in names]
     data = DataConfig(filespec=path, shuffle=shuffled, sequence_packing=packing)
     loader = make_loader(data, "train", 8, SEQ_LEN, inputs=names)
     plain = make_loader(data, "train", 8, SEQ_LEN)
@@ -144,6 +152,12 @@ def test_rows_have_the_values_of_their_tokens(dataset, names, packing, shuffled)
         np.testing.assert_array_equal(rows.inputs, expected)
         assert rows.inputs.dtype == np.uint32
         assert packing or not rows.loss_mask.all()
+        if "pose" in names:
+            tokens = Tokens(rows.targets, None, inputs=rows.inputs, declared=(*names.items(),))
+            floats = np.where(
+                rows.loss_mask[..., None], values.view(np.float32)[place[rows.targets], 2:], 0
+            )
+            np.testing.assert_array_equal(tokens.input("pose"), floats)
 
 
 # ---- a run ---------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class Reader:
         split: str,
         *,
         cache_bytes: int = CACHE_BYTES,
-        inputs: Sequence[str] = (),
+        inputs: Sequence[str] | Mapping[str, int] = (),
     ):
         self.filespec = filespec
         self.path = f"{filespec.rstrip('/')}/{split}"
@@ -127,6 +127,7 @@ class Reader:
         self.inputs = {
             name: self._open_array(self.input_key(name), np.uint32, add) for name in inputs
         }
+        self._sizes = dict(inputs) if isinstance(inputs, Mapping) else dict.fromkeys(inputs, 1)
         self._check_extent()
         self._check_files(MOST_PROBES_REMOTE if "://" in filespec else MOST_PROBES_LOCAL)
 
@@ -278,9 +279,16 @@ class Reader:
         )
         stated.append(("the end of seq_starts", int(end[0]), tokens))
         stated += [
-            (f"the size of input_{name}", array.shape[0], tokens)
+            (f"the size of input_{name}", array.shape[0], tokens * self._sizes[name])
             for name, array in self.inputs.items()
         ]
+        for name, array in self.inputs.items():
+            count, rest = divmod(array.shape[0], max(tokens, 1))
+            if count != self._sizes[name] and count and not rest:
+                raise ValueError(
+                    f"{self.path}: input_{name} has {count} values per token, but "
+                    f'{self._sizes[name]} are read. Declare it as f32["{count}"] or u32["{count}"].'
+                )
         for what, size, found in stated:
             if size != found:
                 raise ValueError(f"{self.path} is damaged: {what} is {size}, not {found}. {_AGAIN}")
@@ -292,12 +300,11 @@ class Reader:
         for name, array in (None, self._tokens), *self.inputs.items():
             layout: Any = array.chunk_layout
             size = layout.write_chunk.shape[0]
-            num_files = -(-self.num_tokens // size)
+            num_files = -(-array.shape[0] // size)
             count = min(num_files, most if self.zarr_format == 3 else 2)
             files = np.unique(np.linspace(0, num_files - 1, count).astype(np.int64))
-            self.read(
-                np.minimum((files + 1) * size, self.num_tokens) - 1, np.ones_like(files), name
-            )
+            last = np.minimum((files + 1) * size, array.shape[0]) - 1
+            self.read(last // self._sizes.get(name, 1), np.ones_like(files), name)
 
     def _read(
         self, array: ts.TensorStore, key: str, starts: Places, lengths: Places, what: str
@@ -331,7 +338,7 @@ class Reader:
         Args:
             starts: of the spans.
             lengths: of the spans, each at least 1.
-            name: of an input whose values for these tokens to read instead.
+            name: of an input whose values for these tokens to read instead, k of each token.
 
         Raises:
             ValueError: a file of the dataset is missing, truncated or corrupt.
@@ -344,13 +351,9 @@ class Reader:
             else (self.inputs[name], f"input_{name}")
         )
         of = "" if name is None else f"{key} of "
-        return self._read(
-            array,
-            key,
-            starts,
-            lengths,
-            f"{of}tokens {starts.min()} to {(starts + lengths).max() - 1}",
-        )
+        what = f"{of}tokens {starts.min()} to {(starts + lengths).max() - 1}"
+        size = self._sizes.get(name, 1)
+        return self._read(array, key, starts * size, lengths * size, what)
 
     def document_spans(self, documents: Places) -> tuple[Places, Places]:
         """Returns `(starts, lengths)`, in tokens, of documents given by their index in [0,

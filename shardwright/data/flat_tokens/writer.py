@@ -407,8 +407,8 @@ def add_input(filespec: str, split: str, name: str, values: np.ndarray) -> None:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
         split: name of the split, `train` or `validation`.
         name: of the input; letters, digits, _ and -.
-        values: one per token, uint32[num_tokens] or a smaller unsigned type. Read in parts, so it
-            may be a np.memmap.
+        values: [num_tokens] or, with k of each token, [num_tokens, k]; uint32, a smaller unsigned
+            type, or float32, whose bits are stored. Read in parts, so it may be a np.memmap.
 
     Raises:
         ValueError: the split is missing or in zarr v2, has such an array already, `values` have the
@@ -417,17 +417,21 @@ def add_input(filespec: str, split: str, name: str, values: np.ndarray) -> None:
     reader = Reader(filespec, split)
     where = f"{reader.path}/input_{name}"
     kvstore = open_kvstore(filespec) / f"{reader.input_key(name)}/"
-    if values.shape != (reader.num_tokens,) or not np.can_cast(values.dtype, np.uint32):
+    is_float = values.dtype == np.float32
+    fits = values.shape[:1] == (reader.num_tokens,) and values.ndim <= 2 and values.size
+    if not fits or not (is_float or np.can_cast(values.dtype, np.uint32)):
         raise ValueError(
             f"{where}: the values are {values.dtype}{list(values.shape)}, not "
-            f"uint32[{reader.num_tokens}], one per token. Give values.astype(np.uint32), or for "
-            f"float32 their bits, values.view(np.uint32)."
+            f"uint32[{reader.num_tokens}] or float32, one or several per token. Give "
+            f"values.astype(np.uint32) or np.float32."
         )
     if read_file(kvstore, "zarr.json") is not None:
         raise ValueError(
             f"{where} exists already, maybe incomplete. Delete it, or choose another name."
         )
     array = GrowingArray(kvstore, np.uint32)
-    for start in range(0, reader.num_tokens, TOKENS_SHARD):
-        array.append(np.asarray(values[start : start + TOKENS_SHARD], np.uint32))
+    step = max(1, TOKENS_SHARD * reader.num_tokens // values.size)
+    for start in range(0, reader.num_tokens, step):
+        part = np.ascontiguousarray(values[start : start + step]).reshape(-1)
+        array.append(part.view(np.uint32) if is_float else part.astype(np.uint32))
     array.close()

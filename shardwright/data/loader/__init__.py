@@ -25,7 +25,9 @@ from shardwright.data.loader.batches import (
     TokenBatch,
     batch_shapes,
     in_microbatches,
+    is_input,
     prefetch,
+    widths_of,
 )
 from shardwright.data.loader.config import (
     DataConfig,

@@ -7,7 +7,7 @@ import itertools
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Int64
 
-from shardlib.shardtypes import Array, bool_, make_shardings, pytree_dataclass, u32
+from shardlib.shardtypes import Array, ArrayType, bool_, f32, make_shardings, pytree_dataclass, u32
 from shardwright.data.checks import check_range
 from shardwright.data.loader.order import Indices
 from shardwright.data.text.tokenizers import ByteLengths, Tokenizer
@@ -80,6 +80,22 @@ class Text(NamedTuple):
     batches."""
 
 
+def is_input(kind: object) -> bool:
+    """True for the type of an input of each token: f32, u32, or k of them, such as f32["6"]."""
+    if not isinstance(kind, ArrayType):
+        return kind in (f32, u32)
+    return kind.dtype in ("f32", "u32") and str(kind.spec).isdigit()
+
+
+def widths_of(inputs: Sequence[str] | Mapping[str, Any]) -> dict[str, int]:
+    """Counts the values per token of each input: 6 of f32["6"], and 1 of f32 or of a mere name."""
+    kinds = inputs if isinstance(inputs, Mapping) else dict.fromkeys(inputs, u32)
+    return {
+        name: kind.spec.dims[0].literal_size if isinstance(kind, ArrayType) else 1
+        for name, kind in kinds.items()
+    }
+
+
 def in_microbatches(sequences: T, count: int) -> T:
     """Reshapes host arrays [sequences, …] to microbatches [count, sequences / count, …]."""
     return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sequences)
@@ -95,8 +111,8 @@ def batch_shapes(
         batch_size: sequences in the batch, over all hosts.
         seq_len: tokens in a sequence.
         microbatches: number of microbatches, which divides batch_size.
-        inputs: number of inputs other than the tokens.
-        loss_inputs: number of inputs of the loss.
+        inputs: number of values per token other than its id.
+        loss_inputs: number of those of the loss.
     """
     shape = microbatches, batch_size // microbatches, seq_len
     struct = jax.ShapeDtypeStruct
@@ -120,7 +136,7 @@ class Loader:
         batch_size: sequences in a batch, over all hosts.
         seq_len: tokens in a sequence.
         vocab_size: bound on the token ids, or None for no check.
-        inputs: names of further inputs of batches (docs/formats.md).
+        inputs: further inputs of batches (docs/formats.md), names or a dict with their types.
         loss_inputs: those of the loss.
         microbatches: number of microbatches in the batches that `load` returns, at least 1.
 
@@ -147,8 +163,8 @@ class Loader:
         batch_size: int,
         seq_len: int,
         vocab_size: int | None = None,
-        inputs: Sequence[str] = (),
-        loss_inputs: Sequence[str] = (),
+        inputs: Sequence[str] | Mapping[str, Any] = (),
+        loss_inputs: Sequence[str] | Mapping[str, Any] = (),
         microbatches: int = 1,
     ):
         check_range("batch_size", batch_size)
@@ -169,7 +185,7 @@ class Loader:
             seq_len,
             vocab_size,
         )
-        self.inputs, self.loss_inputs = tuple(inputs), tuple(loss_inputs)
+        self.inputs, self.loss_inputs = widths_of(inputs), widths_of(loss_inputs)
         self.microbatches = microbatches
         self._shape = microbatches, size // microbatches, seq_len
         """(microbatches, sequences per microbatch, tokens per sequence)."""

@@ -5,7 +5,7 @@ seed and step.
 import bisect
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -32,7 +32,7 @@ class Source:
         split: of the dataset.
         once: True to also read the tokens after the last whole sequence.
         seq_len: tokens in a sequence.
-        inputs: names of the inputs of the batches, and of those of the loss.
+        inputs: the inputs of the batches, and those of the loss: values per token, by name.
         options: of its flat_tokens.Reader.
 
     Raises:
@@ -46,13 +46,14 @@ class Source:
         split: str,
         once: bool,
         seq_len: int,
-        inputs: Sequence[Sequence[str]],
+        inputs: Sequence[Mapping[str, int]],
         **options: Any,
     ):
         self.config, self._data, self._seq_len, self._inputs = source, data, seq_len, inputs
-        mask = [] if data.loss_mask is None else [data.loss_mask]
-        read: dict[str, None] = dict.fromkeys([*itertools.chain(*inputs), *mask])
-        self.dataset = flat_tokens.Reader(source.filespec, split, inputs=tuple(read), **options)
+        read = {name: size for names in inputs for name, size in names.items()}
+        if data.loss_mask is not None:
+            read.setdefault(data.loss_mask, 1)
+        self.dataset = flat_tokens.Reader(source.filespec, split, inputs=read, **options)
         tokens = self.dataset.num_tokens
         windows = -(-tokens // seq_len) if once else tokens // seq_len
         self.sequences_per_epoch = windows if data.sequence_packing else self.dataset.num_documents
@@ -99,11 +100,15 @@ class Source:
                 f"{self.dataset.path} holds the token id {targets.max()}, but its attribute "
                 f"max_token_id is {self.dataset.max_token_id}. Write or copy the dataset again."
             )
-        inputs = [np.zeros((*is_token.shape, len(names)), np.uint32) for names in self._inputs]
+        inputs = [
+            np.zeros((*is_token.shape, sum(sizes.values())), np.uint32) for sizes in self._inputs
+        ]
         loss_mask = is_token.copy()
-        for names, values in zip(self._inputs, inputs, strict=True):
-            for i, name in enumerate(names):
-                values[is_token, i] = self.dataset.read(starts, lengths, name)
+        for sizes, values in zip(self._inputs, inputs, strict=True):
+            ends = itertools.accumulate(sizes.values())
+            for (name, size), end in zip(sizes.items(), ends, strict=True):
+                read = self.dataset.read(starts, lengths, name)
+                values[is_token, end - size : end] = read.reshape(-1, size)
         if self._data.loss_mask is not None:
             loss_mask[is_token] = self.dataset.read(starts, lengths, self._data.loss_mask) != 0
         return TokenBatch(
