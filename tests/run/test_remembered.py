@@ -3,9 +3,9 @@
 import jax
 import pytest
 
+import train
 from shardwright.inspect import soundness
 from shardwright.inspect.causality import check_causal
-from shardwright.modeling.model import load_model
 from shardwright.program import remembered, source
 from shardwright.program.step import trace_step, with_settings
 from tests.support import tiny
@@ -13,10 +13,14 @@ from tests.support import tiny
 MESH = "d=2"
 
 
+def step_of(c):
+    return trace_step(c, tiny.WithoutAttention(c.model))
+
+
 def found_of(c):
     """What is said of these settings, of which another thing would be found out now."""
     with jax.set_mesh(tiny.mesh(MESH)):
-        return remembered.remembered(trace_step(c, load_model(c.model)), "a", lambda: {"new": 1})
+        return remembered.remembered(step_of(c), "a", lambda: {"new": 1})
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,7 @@ def cache(tmp_path_factory):
 def known(cache):
     c = tiny.config(tiny.model(layers=1))
     with jax.set_mesh(tiny.mesh(MESH)):
-        step = trace_step(c, load_model(c.model))
+        step = step_of(c)
         remembered.remembered(step, "a", lambda: {"old": 1})
         found, day = remembered.remembered(step, "a", lambda: {"new": 1})
     assert found == {"old": 1}
@@ -59,7 +63,7 @@ def test_another_source_or_package_is_not(known, monkeypatch, tmp_path):
 
 def test_another_program_of_the_same_source_is_not(known, monkeypatch):
     """As when it reads a file or the environment while it is traced."""
-    monkeypatch.setattr(tiny.train.Llama, "activation", staticmethod(jax.nn.relu))
+    monkeypatch.setattr(train.Llama, "activation", staticmethod(jax.nn.relu))
     assert found_of(known) == ({"new": 1}, "")
 
 
@@ -70,7 +74,7 @@ def test_another_program_of_one_device_is_not(known, monkeypatch):
         is_one = jax.sharding.get_abstract_mesh().size == 1
         return jax.nn.relu(x) if is_one else jax.nn.silu(x)
 
-    monkeypatch.setattr(tiny.train.Llama, "activation", staticmethod(activation))
+    monkeypatch.setattr(train.Llama, "activation", staticmethod(activation))
     assert found_of(known) == ({"new": 1}, "")
 
 
@@ -84,9 +88,9 @@ def test_a_damaged_entry_is_found_out_again(known, cache):
 def test_checks_are_remembered_and_what_they_reject_is_not(cache, monkeypatch):
     with jax.set_mesh(tiny.mesh(MESH)):
         c = tiny.config(tiny.model(layers=1))
-        first = soundness.check_steps(tiny.step(c))
-        assert check_causal(tiny.step(c)) == ""
+        first = soundness.check_steps(step_of(c))
+        assert check_causal(step_of(c)) == ""
         monkeypatch.setattr(soundness, "examine", lambda *_: pytest.fail("examined again"))
-        again = soundness.check_steps(tiny.step(c))
+        again = soundness.check_steps(step_of(c))
     assert again.how.startswith(f"{first.how}; on 20")
     assert again.results == first.results

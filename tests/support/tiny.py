@@ -32,6 +32,13 @@ MESHES = ("one device", "d=8", "t=8", "d=4 t=2", "r=2 d=2 t=2")
 BATCH, LENGTH = 8, 16
 
 
+class WithoutAttention(train.Llama):
+    """Half as much to trace and to compile."""
+
+    def layer(self, x, w, tokens, attention):
+        return x + self.mlp(x, w)
+
+
 def model(**changes) -> ModelConfig:
     sizes = {
         "vocab": 64,
