@@ -92,8 +92,6 @@ must not depend on it.
 class Machine(RuleBasedStateMachine):
     """A run, and what may befall it."""
 
-    changes = CHANGES
-
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
@@ -244,7 +242,7 @@ class Machine(RuleBasedStateMachine):
         begun = [change["step"] for change in self.c.training.changes]
         step = max([1, *(x + 1 for x in begun), max(steps_in(self.directory), default=0) + after])
         self.c = copy.deepcopy(self.c)
-        self.c.training.changes.append({"step": step, **self.changes[which % len(self.changes)]})
+        self.c.training.changes.append({"step": step, **CHANGES[which % len(CHANGES)]})
 
     @rule(
         which=indices,
@@ -289,17 +287,9 @@ class Machine(RuleBasedStateMachine):
         self.c.training.resume_step = None
 
 
-class Quick(Machine):
-    """With few programs to compile."""
-
-    changes = CHANGES[:1]
-
-
-@pytest.mark.parametrize(
-    ("machine", "examples"), [(Quick, 8), pytest.param(Machine, 25, marks=pytest.mark.long)]
-)
-def test_whatever_befalls_a_run_it_ends_as_if_nothing_had(machine, examples):
+@pytest.mark.long
+def test_whatever_befalls_a_run_it_ends_as_if_nothing_had():
     options = {"deadline": None, "database": None, "derandomize": True}
     options["phases"] = [hypothesis.Phase.generate]
-    settings = hypothesis.settings(max_examples=examples, stateful_step_count=8, **options)
-    run_state_machine_as_test(machine, settings=settings)
+    settings = hypothesis.settings(max_examples=25, stateful_step_count=8, **options)
+    run_state_machine_as_test(Machine, settings=settings)
