@@ -194,7 +194,6 @@ class Edit:
     spmd: str = ""
     session: int = 0
     check: str = ""
-    same: bool = False
     fix: Change | None = None
 
     def __str__(self) -> str:
