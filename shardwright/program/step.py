@@ -236,14 +236,9 @@ class Step:
 
     @functools.cached_property
     def choices(self) -> Choices:
-        """Choices by size that the traced program makes."""
-        return Choices(self.like.other(name=self.name).made if self.like else None)
-
-    @property
-    def made(self) -> Choices:
-        """Choices by size that the traced program made."""
-        assert self.traced
-        return self.choices
+        """Choices by size that the traced program makes: those of `like`, which is traced first."""
+        like = self.like and self.like.other(name=self.name)
+        return Choices(like.choices if like and like.traced else None)
 
     @property
     def traced(self) -> jax.stages.Traced:
