@@ -64,8 +64,9 @@ class Numbers:
 def numbers_of(c: Config) -> Numbers:
     """Returns the numbers of a run, as arguments of its training step."""
     o = c.optimizer
-    seed = np.uint32(c.training.seed % 2**32)
-    return Numbers(np.float32(o.learning_rate), np.float32(o.weight_decay), seed)  # pyright: ignore
+    values: Any = np.float32(o.learning_rate), np.float32(o.weight_decay)
+    seed: Any = np.uint32(c.training.seed % 2**32)
+    return Numbers(*values, seed)
 
 
 def with_numbers(c: Config, numbers: Numbers | None) -> Config:
