@@ -21,7 +21,7 @@ from shardwright.program.best_effort import best_effort
 from shardwright.program.files import write_whole
 from shardwright.program.provenance import plain
 from shardwright.program.source import source_of
-from shardwright.program.step import NAMES, Numbers, Step, with_numbers, with_settings
+from shardwright.program.step import NAMES, Step, with_settings
 
 _LARGEST = 2**22
 
@@ -72,7 +72,7 @@ def _identity(step: Step) -> str:
     programs = [step.other(name=name) for name in NAMES]
     c = with_settings(step.config, {"training.seed": 0, "data.seed": 0})
     if all(program.is_shared for program in programs):
-        c = with_numbers(c, Numbers(0, 0, 0))
+        c = with_settings(c, {"optimizer.learning_rate": 0, "optimizer.weight_decay": 0})
     sections = (c.model, c.optimizer, c.data, c.training, c.pipeline)
     facts = [step.mesh.shape, step.spec.module, type(step.model), sections]
     facts += [sorted(source_of().items()), platform.python_version(), sorted(_installed())]
