@@ -64,9 +64,10 @@ class Numbers:
 def numbers_of(c: Config) -> Numbers:
     """Returns the numbers of a run, as arguments of its training step."""
     o = c.optimizer
-    values: Any = np.float32(o.learning_rate), np.float32(o.weight_decay)
+    rate: Any = np.float32(o.learning_rate)
+    decay: Any = np.float32(o.weight_decay)
     seed: Any = np.uint32(c.training.seed % 2**32)
-    return Numbers(*values, seed)
+    return Numbers(rate, decay, seed)
 
 
 def with_numbers(c: Config, numbers: Numbers | None) -> Config:
