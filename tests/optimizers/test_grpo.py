@@ -115,10 +115,14 @@ def test_loss_and_gradients_are_those_of_torch(answers, data):
         w = tiny.weights(c.model)
         found = jax.tree.map(np.asarray, tiny.per_device(per_device)(w, loader(c).load(1)))
         w = jax.tree.map(np.asarray, w)
-    logits, pull = jax.vjp(lambda w: dense.logits(w, dense.tokens_of(host), c.model), w)
-    expected, g = by_torch(logits, answers[tiny.BATCH :])
+
+    def logits(w):
+        return dense.logits(w, dense.tokens_of(host), c.model)
+
+    expected, g = by_torch(jax.jit(logits)(w), answers[tiny.BATCH :])
+    of_theirs = jax.jit(lambda w, g: jax.vjp(logits, w)[1](g)[0])(w, g)
     np.testing.assert_allclose(found[0], expected, rtol=2e-5)
-    for ours, theirs in zip(*map(jax.tree.leaves, (found[1], pull(g)[0])), strict=True):
+    for ours, theirs in zip(*map(jax.tree.leaves, (found[1], of_theirs)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5 * float(np.abs(theirs).max()))
 
 
@@ -144,9 +148,9 @@ def test_the_loss_of_the_page(data):
         with jax.set_mesh(tiny.mesh("d=2 t=2")):
             w = tiny.weights(c.model)
             found, _ = tiny.per_device(per_device)(w, tiny.place_batch(c, batch))
-    log_p = jax.nn.log_softmax(
-        dense.logits(jax.tree.map(np.asarray, w), dense.tokens_of(batch), c.model)
-    )
+    w = jax.tree.map(np.asarray, w)
+    logits = jax.jit(lambda w: dense.logits(w, dense.tokens_of(batch), c.model))(w)
+    log_p = jax.nn.log_softmax(logits)
     log_p = np.take_along_axis(log_p, batch.targets[..., None].astype(int), -1)[..., 0]
     weight = batch.loss_inputs[..., 0].view(np.float32)
     np.testing.assert_allclose(

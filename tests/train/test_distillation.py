@@ -91,9 +91,8 @@ def test_what_is_written_is_of_the_dense_teacher(teacher, tmp_path, by_document)
     batch = make_loader(c, "train", rows, tiny.LENGTH, loss_inputs=names).sequences(
         0, np.arange(rows)
     )
-    expected = np.asarray(
-        jax.nn.log_softmax(dense.logits(teacher[1], dense.tokens_of(batch), SIZES))
-    )
+    of_teacher = jax.jit(lambda w: dense.logits(w, dense.tokens_of(batch), SIZES))(teacher[1])
+    expected = np.asarray(jax.nn.log_softmax(of_teacher))
     expected = np.take_along_axis(expected, batch.targets[..., None].astype(int), -1)
     found = batch.loss_inputs.view(np.float32)
     np.testing.assert_allclose(found[batch.loss_mask], expected[batch.loss_mask], rtol=1e-4)
@@ -112,7 +111,7 @@ def test_loss_and_gradients_are_the_dense_ones(teacher, data):
         w = tiny.weights(c.model)
         found = jax.tree.map(np.asarray, tiny.per_device(per_device)(w, loader(c).load(0)))
         w = jax.tree.map(np.asarray, w)
-    of_teacher = dense.logits(teacher[1], tokens, SIZES)
+    of_teacher = jax.jit(lambda w: dense.logits(w, tokens, SIZES))(teacher[1])
     likeliest = of_teacher >= np.sort(of_teacher)[..., -TOP, None]
     p = jax.nn.softmax(jnp.where(likeliest, of_teacher / 2, -jnp.inf))
 
@@ -124,7 +123,7 @@ def test_loss_and_gradients_are_the_dense_ones(teacher, data):
             + 2 * jnp.sum(kl * host.loss_mask) / host.loss_mask.sum()
         )
 
-    expected, g = jax.value_and_grad(loss)(w)
+    expected, g = jax.jit(jax.value_and_grad(loss))(w)
     np.testing.assert_allclose(found[0], expected, rtol=2e-5)
     for ours, theirs in zip(*map(jax.tree.leaves, (found[1], g)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5 * float(np.abs(theirs).max()))
