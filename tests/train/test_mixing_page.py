@@ -1,4 +1,4 @@
-"""docs/mixing.md: its layers are proved, causal, right by numbers, and sampled."""
+"""docs/mixing.md: its layers are proved, causal, and right by numbers."""
 
 import contextlib
 import itertools
@@ -14,8 +14,6 @@ from shardlib import shardops
 from shardlib.shardtypes import f32, i32
 from shardwright.inspect.causality import find_leaks, small_program
 from shardwright.inspect.soundness import examine
-from shardwright.modeling.model import load_model
-from shardwright.sampling import cache
 from tests.support import tiny
 from tests.support.own_model import imported
 from tests.support.recipes import ROOT
@@ -35,27 +33,15 @@ def models(tmp_path_factory):
         yield
 
 
-def config(module: str, **training):
-    return tiny.config(
-        sys.modules[module].ModelConfig(**SIZES, layers=2, module=module), **training
-    )
-
-
 @pytest.mark.long
 def test_selecting_layers_are_proved_and_causal():
-    """The other ones: tests/models/test_hybrid_page.py."""
+    """The other ones, also sampled: tests/models/test_hybrid_page.py."""
     with jax.set_mesh(tiny.mesh("c=2 d=2 t=2")):
-        step = tiny.step(config("selecting", microbatches=2))
+        model = sys.modules["selecting"].ModelConfig(**SIZES, layers=2, module="selecting")
+        step = tiny.step(tiny.config(model, microbatches=2))
         found, undecided, *_ = examine(step, ("training",))
         assert (found, undecided) == ([], [])
         assert find_leaks(small_program(step, "evaluation")) == []
-
-
-@pytest.mark.long
-def test_the_state_is_sampled_as_the_forward_pass():
-    c = config("mixing")
-    with jax.set_mesh(tiny.mesh("one device")):
-        cache.check_cache(tiny.forward_of(load_model(c.model), c.training), 24)
 
 
 def looped(q, k, v, beta, g, document):
