@@ -260,7 +260,7 @@ class Pair:
     windows: Sequence[Window]
     first: Batch
     changed: dict[str, Batch]
-    hidden: np.ndarray | None = None
+    hidden: Any = None
 
     def of_read(self) -> "Pair":
         """Returns a pair in which only targets that the model may read count, and differ."""

@@ -229,7 +229,7 @@ def _specs(step: Step) -> list[str]:
 
 def slots_of(step: Step) -> int | None:
     """Returns the slots of a mixture of experts for a sequence."""
-    slots = getattr(step.config.model, "slots", None)
+    slots: Any = getattr(step.config.model, "slots", None)
     return slots(step.config.training.seq_len) if callable(slots) else None
 
 

@@ -184,5 +184,6 @@ class Attention:
 
 def of_sequences(sinks: Any, q: jax.Array) -> Any:
     """Sinks [K, Q] for each sequence of the queries, [B, K, Q]; None or such sinks as they are."""
-    whole = sinks is None or sinks.ndim == 3
-    return sinks if whole else jnp.broadcast_to(sinks, (q.shape[0], *sinks.shape))
+    if sinks is None or sinks.ndim == 3:
+        return sinks
+    return jnp.broadcast_to(sinks, (q.shape[0], *sinks.shape))

@@ -133,7 +133,7 @@ class Run:
         self.config = config_at(c, 0)
         if not is_sweep():
             _SHARED.clear()  # the source may have changed since
-        self.step = self._trace(self.config)
+        self.step = self._trace(self.config, model)
         self.directory = directory
         self.stopped_by = None
         self.hlo: Path | None = None
@@ -180,10 +180,10 @@ class Run:
 
     def _traced(self, c: Config) -> Step:
         """Returns the Step of training with these settings."""
-        return self.step if c == self.config else self._trace(c)
+        return self.step if c == self.config else self._trace(c, self.model)
 
-    def _trace(self, c: Config) -> Step:
-        step = trace_step(c, self.model, spec=self.spec)
+    def _trace(self, c: Config, model: LanguageModel) -> Step:
+        step = trace_step(c, model, spec=self.spec)
 
         def key(step: Step) -> tuple:
             return step.mesh, type(step.model), repr(shared(step.config))

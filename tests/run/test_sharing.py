@@ -49,8 +49,8 @@ def test_runs_of_a_sweep_are_what_they_are_alone(tmp_path, monkeypatch):
 
 
 def test_numbers_are_what_they_are_as_constants():
-    """XLA compiles them differently: f32 rounding, through an update."""
-    c = configs()[1]
+    """XLA compiles them differently: f32 rounding, which a large epsilon does not amplify."""
+    c = with_settings(configs()[1], {"optimizer.adam_epsilon": 1e-3})
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         step, batch = tiny.step(c), tiny.place_batch(c)
         found = step.compile()(tiny.state(c), batch, np.int32(4), *step.arguments())
