@@ -304,7 +304,7 @@ class Reader:
             count = min(num_files, most if self.zarr_format == 3 else 2)
             files = np.unique(np.linspace(0, num_files - 1, count).astype(np.int64))
             last = np.minimum((files + 1) * size, array.shape[0]) - 1
-            self.read(last // self._sizes.get(name, 1), np.ones_like(files), name)
+            self.read(last // self._sizes.get(name or "", 1), np.ones_like(files), name)
 
     def _read(
         self, array: ts.TensorStore, key: str, starts: Places, lengths: Places, what: str
@@ -352,7 +352,7 @@ class Reader:
         )
         of = "" if name is None else f"{key} of "
         what = f"{of}tokens {starts.min()} to {(starts + lengths).max() - 1}"
-        size = self._sizes.get(name, 1)
+        size = self._sizes.get(name or "", 1)
         return self._read(array, key, starts * size, lengths * size, what)
 
     def document_spans(self, documents: Places) -> tuple[Places, Places]:

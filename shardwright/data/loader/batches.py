@@ -91,7 +91,7 @@ def widths_of(inputs: Sequence[str] | Mapping[str, Any]) -> dict[str, int]:
     """Counts the values per token of each input: 6 of f32["6"], and 1 of f32 or of a mere name."""
     kinds = inputs if isinstance(inputs, Mapping) else dict.fromkeys(inputs, u32)
     return {
-        name: kind.spec.dims[0].literal_size if isinstance(kind, ArrayType) else 1
+        name: int(str(kind.spec)) if isinstance(kind, ArrayType) else 1
         for name, kind in kinds.items()
     }
 
