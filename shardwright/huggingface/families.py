@@ -96,6 +96,13 @@ _WHOLE = {
     "final_norm": "model.norm.weight",
 }
 
+_FURTHER = {
+    "embed_norm": "enorm.weight",
+    "hidden_norm": "hnorm.weight",
+    "w_join": "eh_proj.weight",
+}
+"""Weights of DeepSeek-V3's module that predicts the token after the next, beside a layer's."""
+
 _WINDOW = {"window": "sliding_window"}
 _FULL_EVERY = {"full_every": ("layer_types", "full_attention", "sliding_attention")}
 _LINEAR = ("layer_types", "full_attention", "linear_attention")
@@ -279,6 +286,7 @@ _TRAINING = {
     "capacity_factor",
     "pools",
     "chunk",
+    "further",
 }
 _TRAINING |= {"balance_loss", "router_z_loss"}
 """Settings that transformers lacks because they don't change logits."""
@@ -350,19 +358,23 @@ def names_of(c: Any) -> Names:
         dense = getattr(c, "dense_layers", 0)
         layers = [layers_of(table.dense, field="dense")] if dense else []
         layers.append(layers_of(table.layers, first=dense))
+    whole = dict(_WHOLE)
+    if c.tied_embeddings:
+        del whole["unembed"]
+    if getattr(c, "further", 0):
+        last = c.dense_layers + c.layers
+        layers.append(layers_of(table.further, _FURTHER, field="further", first=last))
+        whole["further_norm"] = f"model.layers.{last}.shared_head.norm.weight"
     return Names(
         family=found,
-        whole={
-            ours: theirs
-            for ours, theirs in _WHOLE.items()
-            if not (c.tied_embeddings and ours == "unembed")
-        },
+        whole=whole,
         layers=layers,
         transposed=True,
         shaped=shaped,
         base="model.",
         # Old files contain RoPE's frequencies.
         unused=r"self_attn\.rotary_emb\.inv_freq"
+        + "".join(rf"|{re.escape(name)}" for name in _copies(c))
         + (r"|lm_head\.weight" if c.tied_embeddings else ""),
     )
 
@@ -384,6 +396,14 @@ def _layers_of(kind: Kind, table: Any, own: Mapping[str, str] = {}, **place: Any
         if getattr(table, ours, None) and ours not in kind.stacks
     }
     return Layers(_by_theirs(names), _by_theirs(kind.stacks), **place)
+
+
+def _copies(c: Any) -> dict[str, str]:
+    """Returns the copies of tensors in the layer that predicts further tokens, and their names."""
+    prefix = f"model.layers.{getattr(c, 'dense_layers', 0) + c.layers}."
+    names = {"embed_tokens.weight": _WHOLE["embed"], "shared_head.head.weight": _WHOLE["unembed"]}
+    has = getattr(c, "further", 0)
+    return {prefix + copy: name for copy, name in names.items()} if has else {}
 
 
 def _by_theirs(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -421,7 +441,9 @@ def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.
     }
     config |= _converted(config, c, kind)
     _scale_rope(config, c, found)
-    return config, names_of(c).to_tensors(_as_neighbors(weights, c, kind), load_model(c).table)
+    tensors = names_of(c).to_tensors(_as_neighbors(weights, c, kind), load_model(c).table)
+    copies = {copy: tensors[name] for copy, name in _copies(c).items() if name in tensors}
+    return config, tensors | copies
 
 
 def _converted(config: Mapping[str, Any], c: Any, kind: Kind) -> dict[str, Any]:
@@ -438,6 +460,7 @@ def _converted(config: Mapping[str, Any], c: Any, kind: Kind) -> dict[str, Any]:
         found[_SHARED_WIDTH] = c.shared_width
     if kind.module == "mla":
         found |= {"qk_nope_head_dim": c.d_plain, "head_dim": c.d_turned, "rope_interleave": True}
+        found["num_nextn_predict_layers"] = c.further
     if kind.module == "delta":
         every = c.deltas + 1
         found |= {
@@ -591,6 +614,14 @@ def _convert_back(settings: dict[str, Any], config: Mapping[str, Any], kind: Kin
                 f"model cannot be imported."
             )
         settings["layers"] -= settings["dense_layers"]
+    if config.get("further"):
+        if kind.module != "mla" or config.get("num_nextn_predict_layers") != 1:
+            raise ValueError(
+                "further is true, but config.json is not of a DeepSeek-V3 with "
+                "num_nextn_predict_layers = 1, the only module for further tokens that can be "
+                "imported; leave further out."
+            )
+        settings["further"] = 1
     if kind.module == "delta":
         types = config["layer_types"]
         every = _first(types, "full_attention") or 1

@@ -16,6 +16,7 @@ from shardlib.layers import LayerAux, check_result, run_period
 from shardlib.mesh import stage_axes
 from shardlib.opaque import varying
 from shardlib.parsing import ShardError
+from shardlib.shardtypes import scope
 from shardwright.jax_extra import explicit_activation_checkpointing
 from shardwright.modeling import fp8
 from shardwright.modeling.attention import Attention
@@ -206,6 +207,15 @@ class Forward:
             (x, dataclasses.replace(t, counted=lax.stop_gradient(jnp.float32(t.counted))))
             for x, t in pairs
         ]
+
+    @scope
+    def read_by_logits(self, w: Any, x: Any) -> Any:
+        """The first of a pair of `predictions`: what it is, or as a function of (weights, Forward)
+        returns.
+        """
+        if not callable(x):
+            return x
+        return explicit_activation_checkpointing(lambda w: x(w, self), save=self.training.save)(w)
 
     def losses(self, w: Any, x: Any, targets: Targets) -> Any:
         """The loss of each target, f32['B/b L/c'], from the output `x` of the last layer.

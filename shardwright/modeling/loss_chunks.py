@@ -47,6 +47,7 @@ def sum_in_chunks(
             dim L.
         targets: arrays [B, L/c, …], of all devices of t. Their types have a dim L too.
     """
+    x = forward.read_by_logits(w, x)
     chunk = forward.training.loss_chunk
     if chunk is None:
         return summed(w, x, targets)

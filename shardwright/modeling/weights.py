@@ -436,9 +436,9 @@ def outside_of_layers(table: object, but: str = "") -> list[str]:
     """Names of the weights outside of the stacks of layers of a table, without those of kind
     `but`.
     """
-    kind = type(table)
-    weights = ((path, weight) for path, _, weight in arrays_in(kind, table))
-    return [path for path, weight in weights if not is_in_stack(path, kind) and weight.kind != but]
+    found: Any = arrays_in(type(table), table)
+    outside = [(path, x) for path, t, x in found if len(t.spec.dims) == len(t.ahead.dims)]
+    return [path for path, weight in outside if weight.kind != but]
 
 
 def check_table(table) -> None:

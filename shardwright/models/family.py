@@ -380,13 +380,15 @@ class Model:
         of_all = shardops.all_gather(f"{dims}/fsdp -> {dims}", of_all)
         return product(f"{heads}, {dims} -> {heads}", scaled, of_all).astype(x.dtype)
 
+    def final_normed(self, w: Any, x: Any) -> jax.Array:
+        """The output of the last layer, normed."""
+        return self.normed(x, w.final_norm, at_rest="M/t/fsdp/p")
+
     @typed
-    def logits(self, w: Weights, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
+    def logits(self, w: Weights, x: Any) -> act["B/b L/c V/t/p"]:
         """Logits of the token after each position."""
         softcap = self.config.logit_softcap
-        nx = shardops.all_gather(
-            "B/b L/c/t M -> B/b L/c M", self.normed(x, w.final_norm, at_rest="M/t/fsdp/p")
-        )
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.final_normed(w, x))
         unembed = shardops.all_gather(
             "V/t/p M/fsdp -> V/t/p M", w.embed if w.unembed is None else w.unembed
         )

@@ -10,7 +10,7 @@ two. Dims and axes are those of moe.py, and
   A  latent vector of queries                 W  entries of a value
   R  latent vector of keys and values         T  entries of a query or key that RoPE turns, its last
   ones Z  R + T                                    Y  entries of a head made of R: those of a key
-  that are not turned, and W
+  that are not turned, and W                  N  2 M
 """
 
 import dataclasses
@@ -22,11 +22,12 @@ import jax.numpy as jnp
 from shardlib import shardops
 from shardlib.shardtypes import Array, pytree_dataclass, typed
 from shardwright.data.checks import within
+from shardwright.data.loader import TokenBatch
 from shardwright.jax_extra import save_for_backward
 from shardwright.modeling import masks, rope
 from shardwright.modeling.attention import Attention
-from shardwright.modeling.model import Tokens, act
-from shardwright.modeling.weights import gain, matrix
+from shardwright.modeling.model import Targets, Tokens, act
+from shardwright.modeling.weights import count_layers, gain, matrix
 from shardwright.models import family, moe
 
 EPSILON = 1e-6
@@ -61,15 +62,24 @@ class ModelConfig(moe.ModelConfig):
     """Entries of a query or key that RoPE turns, its last ones; even."""
     d_value: int = within(1, 2**16, kw_only=True)
     """Entries of a value."""
+    further: int = within(0, 2, 0)
+    """Modules that predict the token after the next in training (MTP, arXiv 2412.19437, section
+    2.2): 0 or 1. Their loss is added with the weight 1. Not with pipeline stages."""
 
     dims: ClassVar[dict[str, str]] = moe.ModelConfig.dims | {
         "A": "query_latent",
+        "N": "joined",
         "R": "kv_rank",
         "T": "d_turned",
         "W": "d_value",
         "Y": "from_latent",
         "Z": "latent_and_turned",
     }
+
+    @property
+    def joined(self) -> int:
+        """Entries of an embedding and of a residual stream."""
+        return 2 * self.d_model
 
     @property
     def query_latent(self) -> int:
@@ -159,6 +169,34 @@ class Weights(family.Weights):
 
 
 @pytree_dataclass
+class Further(Layer):
+    """Weights of a module that predicts the token after the next."""
+
+    embed_norm: gain["M"]
+    hidden_norm: gain["M"]
+    w_join: matrix["N/t/fsdp -> M"]
+
+
+@pytree_dataclass
+class WithFurther(Weights):
+    """Weights of a model with such a module."""
+
+    further: Array["1", Further]
+    further_norm: gain["M"]
+
+
+WEIGHTS = Weights, WithFurther
+"""The class of the weights, by ModelConfig.further."""
+
+
+@pytree_dataclass
+class Ahead:
+    """What such a module gives `logits`."""
+
+    x: act["B/b L/c/t M"]
+
+
+@pytree_dataclass
 class Latents:
     """What a layer keeps of each position while text is sampled."""
 
@@ -179,9 +217,49 @@ class State:
 class Model(moe.Model):
     """The model of moe.py with latent attention."""
 
-    Weights = Weights
+    Weights: type[family.Weights] = WEIGHTS[0]
     State = State
     config: ModelConfig
+
+    def __init__(self, config: ModelConfig):
+        self.Weights = WEIGHTS[config.further]
+        super().__init__(config)
+
+    def more_predictions(self, x: jax.Array, batch: TokenBatch) -> list[tuple[Any, Targets]]:
+        """The token after the next, in the same document, from the output of the last layer and the
+        embedding of the next.
+        """
+        if not self.config.further:
+            return []
+        if shardops.axis_size("p") > 1:
+            raise ValueError("model.further is 1, which pipeline stages don't have: set mesh.p=1.")
+
+        def shift(x: jax.Array) -> jax.Array:
+            return jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
+
+        def ahead(w: Any, forward: Any) -> Ahead:
+            tokens = forward.tokens(batch)
+            ids = shardops.shard("B/b L -> B/b L/c", batch.targets)
+            tokens = self.prepare(dataclasses.replace(tokens, ids=ids))
+            of_module = jax.tree.map(lambda stack: stack[0], w.further)
+            embedded = self.normed(self.embed(w, tokens), of_module.embed_norm)
+            both = jnp.concatenate([embedded, self.normed(x, of_module.hidden_norm)], axis=-1)
+            w_join = shardops.all_gather("N/t/fsdp M -> N M", of_module.w_join)
+            joined = shardops.matmul("B/b L/c/t N, N M -> B/b L/c/t M", both, w_join)
+            last = tokens.in_layer(jnp.int32(count_layers(self.table)), 0)
+            attention = forward.attention(tokens)
+            # Without its LayerAux: the experts of the module are not balanced.
+            return Ahead(self.layer(save_for_backward(joined), of_module, last, attention)[0])
+
+        mask = shift(batch.loss_mask & ~batch.is_seq_start)
+        later = dataclasses.replace(batch, targets=shift(batch.targets), loss_mask=mask)
+        return [(ahead, Targets.of(later))]
+
+    def final_normed(self, w: Any, x: Any) -> jax.Array:
+        """As that of family.py; a module has a norm of its own."""
+        if not isinstance(x, Ahead):
+            return super().final_normed(w, x)
+        return self.normed(x.x, w.further_norm)
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the cosines and sines of RoPE for the queries of a device, and for its share of the

@@ -67,6 +67,9 @@ class Settings:
     module named like the model_type."""
     bos_id: int | None = within(0, 2**31, None)
     """The id before the first token of each document. Null: the config's bos_token_id."""
+    further: bool = False
+    """Imports DeepSeek-V3's module that predicts the token after the next (MTP), which training
+    then continues. False: it is left out."""
     check: bool = True
     """Compares the logits with those of transformers, which must be installed, with torch."""
 
@@ -131,7 +134,7 @@ def left_out(name: str, content: dict, tensors: Tensors) -> list[str]:
     """Writes which weights the model `name` has no place for."""
     left = getattr(mapping_of(name), "left_out", lambda *_: [])(content, tensors)
     what = f"{len(left)} tensors, such as {left[0]}, predict further tokens (MTP)" if left else ""
-    return [shown(f"left out   {what}; transformers leaves them out too")] * bool(left)
+    return [shown(f"left out   {what}; further=true imports DeepSeek's")] * bool(left)
 
 
 def run(config: Settings, log: Callable[[str], None] = say) -> None:
@@ -166,7 +169,8 @@ def run(config: Settings, log: Callable[[str], None] = say) -> None:
     tokenizer = find_tokenizer(directory, log)
     found = sidecars.read(directory, tensors.dtype, tokenizer)
     try:
-        c, weights = mapping_of(name).from_huggingface(content, tensors)
+        given = content | {"further": config.further}
+        c, weights = mapping_of(name).from_huggingface(given, tensors)
     except ValueError as error:
         if tensors.quantized is None:
             raise
@@ -174,7 +178,7 @@ def run(config: Settings, log: Callable[[str], None] = say) -> None:
         raise ValueError(
             f"the model is quantized (method {method}; {tensors.quantized}). {DEQUANTIZE}"
         ) from error
-    for line in left_out(name, content, tensors):
+    for line in [] if config.further else left_out(name, content, tensors):
         log(line)
     c.module = name
     if not 0 <= c.bos_id < c.vocab:
