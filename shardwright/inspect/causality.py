@@ -264,7 +264,7 @@ class Pair:
 
     def of_read(self) -> "Pair":
         """Returns a pair in which only targets that the model may read count, and differ."""
-        read = self.first["loss_mask"] & ~self.hidden
+        read = self.first["loss_mask"] & ~np.asarray(self.hidden)
         first = {**self.first, "loss_mask": read}
         return Pair(self.windows, first, {READ: dict.fromkeys(TOKENS, read)})
 

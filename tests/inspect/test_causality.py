@@ -344,7 +344,7 @@ def with_all(ids_of) -> type:
     return made(masked.Model, embed=embed)
 
 
-LEAKS = "gather: the logits of a position depend on a token that Model.hidden declares hidden, by "
+LEAKS = r"train\.py:\d+: \w+: .* depend on a token that Model.hidden declares hidden, by "
 HIDING = {  # models that declare hidden tokens, and what is said of them
     "right": (masked.Model, "^no position sees a hidden token or another document$"),
     "targets": (
@@ -361,7 +361,7 @@ HIDING = {  # models that declare hidden tokens, and what is said of them
     ),
     "other documents": (
         made(masked.Model, mask=AttentionMask((lambda q, k: q.index > -1,), causal=False)),
-        r"depend on a token in a later document\n",
+        "depend on a token in a later document",
     ),
 }
 
