@@ -226,8 +226,9 @@ class Model(moe.Model):
         super().__init__(config)
 
     def more_predictions(self, x: jax.Array, batch: TokenBatch) -> list[tuple[Any, Targets]]:
-        """The token after the next, in the same document, from the output of the last layer and the
-        embedding of the next.
+        """The token after the next, in the same document, from the normed output of the last layer
+        and the embedding of the next. The report does not say whether the output is normed; servers
+        of the released weights norm it (vLLM's deepseek_mtp.py).
         """
         if not self.config.further:
             return []
@@ -243,7 +244,8 @@ class Model(moe.Model):
             tokens = self.prepare(dataclasses.replace(tokens, ids=ids))
             of_module = jax.tree.map(lambda stack: stack[0], w.further)
             embedded = self.normed(self.embed(w, tokens), of_module.embed_norm)
-            both = jnp.concatenate([embedded, self.normed(x, of_module.hidden_norm)], axis=-1)
+            hidden = self.normed(self.final_normed(w, x), of_module.hidden_norm)
+            both = jnp.concatenate([embedded, hidden], axis=-1)
             w_join = shardops.all_gather("N/t/fsdp M -> N M", of_module.w_join)
             joined = shardops.matmul("B/b L/c/t N, N M -> B/b L/c/t M", both, w_join)
             last = tokens.in_layer(jnp.int32(count_layers(self.table)), 0)

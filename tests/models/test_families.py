@@ -167,7 +167,7 @@ def test_a_module_for_further_tokens(with_further, tmp_path):
     norm = functools.partial(torch.nn.functional.rms_norm, eps=model.config.rms_norm_eps)
     m = [model.config.hidden_size]
     hidden = []
-    model.model.norm.register_forward_pre_hook(lambda _, given: hidden.append(given[0]))
+    model.model.norm.register_forward_hook(lambda *given: hidden.append(given[-1]))
     total = 0
     for row, starts in enumerate(batch.is_seq_start):
         for part in np.split(np.arange(starts.size), np.flatnonzero(starts[1:]) + 1):
