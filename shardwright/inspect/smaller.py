@@ -229,8 +229,8 @@ def _specs(step: Step) -> list[str]:
 
 def slots_of(step: Step) -> int | None:
     """Returns the slots of a mixture of experts for a sequence."""
-    slots: Any = getattr(step.config.model, "slots", None)
-    return slots(step.config.training.seq_len) if callable(slots) else None
+    c: Any = step.config.model
+    return c.slots(step.config.training.seq_len) if callable(getattr(c, "slots", None)) else None
 
 
 def _block(step: Step) -> int:
