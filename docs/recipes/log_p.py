@@ -74,7 +74,7 @@ def add_inputs(
         model = load_model(c.model)
         mesh = mesh_for(MeshChoice(), c)
         with jax.set_mesh(mesh):
-            weights = saved.read_weights(model, False, print)
+            weights = saved.read_weights(trace_step(c, model), False, print)
 
     @jax.jit
     def of_whole_sequences(logits: jax.Array, targets: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from jax import lax
 
 import train
 from shardlib.exact.endings import Undecided
-from shardwright.inspect import examine
+from shardwright.inspect import examine, soundness
 from shardwright.inspect.causality import check_causal, find_leaks, small_program
 from shardwright.modeling.masks import AttentionMask, same_document
 from shardwright.modeling.model import Targets

@@ -25,9 +25,10 @@ LAYERS, MICROBATCHES = 2, 2
 def session_of(c):
     """What an Explainer asks of a Session."""
     model = load_model(c.model)
-    own = {"config": c, "model": model, "step": 3, "arguments": ()}
+    traced = trace_step(c, model, spec=tiny.train.SPEC)
+    own = {"config": c, "model": model, "step": 3, "traced": traced}
     session = types.SimpleNamespace(**own, placement=placement_of(c, model))
-    session.traced = trace_step(c, model, spec=tiny.train.SPEC)
+    session.arguments = traced.arguments()
     session.without_stages = lambda: StepWithoutStages(session.traced, session.placement)
     return session
 

@@ -77,8 +77,9 @@ def stepped(name: str, **changes):
     model = load_model(c.model)
     with jax.set_mesh(tiny.mesh(name)):
         state, batch = tiny.state(c), tiny.place_batch(c)
-        microscope = RunStatistics(trace_step(c, model), placement_of(c, model), {})
-        found = microscope.collect(state, batch, np.int32(3))
+        traced = trace_step(c, model)
+        microscope = RunStatistics(traced, placement_of(c, model), {})
+        found = microscope.collect(state, batch, np.int32(3), *traced.arguments())
 
     def step():
         with jax.set_mesh(tiny.mesh(name)):
