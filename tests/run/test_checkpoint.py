@@ -299,3 +299,13 @@ def test_the_documented_example_reads_a_checkpoint(tmp_path, monkeypatch, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "500 {'seed': 7}"
     assert [line.split()[0] for line in lines[1:]] == NAMES
+
+
+def test_a_large_array_is_not_gathered_although_its_shards_are_small(monkeypatch):
+    monkeypatch.setattr(checkpoint, "MOST_GATHERED", 2**10)
+    mesh = jax.make_mesh((8,), ("d",))
+    rows = [64, 32]  # 2 KiB and 1 KiB
+    arrays = (
+        jax.device_put(np.zeros((n, 8), np.float32), NamedSharding(mesh, P("d"))) for n in rows
+    )
+    assert [checkpoint.is_small(x) for x in arrays] == [False, True]

@@ -18,9 +18,11 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 import train
+from shardwright.data.checks import check_ranges
 from shardwright.data.loader import DataConfig, StreamConfig
 from shardwright.data.text.tokenizers import open_tokenizer
 from shardwright.modeling.model import load_model
+from shardwright.program.mesh_choice import mesh_for
 from shardwright.sampling.samples import Samples
 from shardwright.tools.generate import MeshChoice, Settings, generate, quote_prompt, read_prompts
 from tests.support import tiny
@@ -177,3 +179,11 @@ def test_a_prompt_on_the_command_line_is_taken_sign_by_sign(text):
     override = OverridesParser.create().parse_override(quote_prompt(f"prompt={text}"))
     assert OmegaConf.to_object(OmegaConf.create({"value": override.value()}))["value"] == text
     assert quote_prompt("top_k=5") == "top_k=5"
+
+
+@pytest.mark.parametrize("axis", ["r", "d", "t"])
+def test_an_axis_may_take_the_remaining_devices(axis):
+    sizes = {"r": 2, "d": 2, "t": 2}
+    mesh = MeshChoice(**{**sizes, axis: -1})
+    check_ranges("", Settings("runs/a", mesh=mesh))
+    assert mesh_for(mesh, tiny.config()).shape == sizes
