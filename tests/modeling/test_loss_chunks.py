@@ -66,7 +66,9 @@ def test_gradients_of_weights_are_summed_in_f32():
 
         table = OneWeight(Weight((1,), "vector"))
         forward = SimpleNamespace(
-            training=SimpleNamespace(loss_chunk=1), model=SimpleNamespace(table=table)
+            read_by_logits=lambda w, x: x,
+            training=SimpleNamespace(loss_chunk=1),
+            model=SimpleNamespace(table=table),
         )
 
         def loss(w):
