@@ -443,7 +443,7 @@ def shard(spec, x):
     """Keeps this device's block of a dim that every device has whole.
 
     - sends: nothing
-    - gradient: an all-reduce, as each device has that of its own block; psum_scatter and all_to_all
+    - gradient: an all-reduce, since each device has one block of it; psum_scatter and all_to_all
       send less
     - rejects: a partial sum
 

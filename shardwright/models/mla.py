@@ -258,7 +258,7 @@ class Model(moe.Model):
         return [(ahead, Targets.of(later))]
 
     def final_normed(self, w: Any, x: Any) -> jax.Array:
-        """As that of family.py; a module has a norm of its own."""
+        """The output of the last layer, or of the MTP module, each with its norm."""
         if not isinstance(x, Ahead):
             return super().final_normed(w, x)
         return self.normed(x.x, w.further_norm)

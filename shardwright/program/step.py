@@ -249,7 +249,7 @@ class Step:
 
     @property
     def is_shared(self) -> bool:
-        """Whether its program is the same for all runs with the same `shared` settings."""
+        """True if all runs with the same `shared` settings have this program."""
         return self._traced[1]
 
     @functools.cached_property
